@@ -50,6 +50,29 @@ def server(thinker: RunningServer) -> Iterator[RunningServer]:
     thinker.check_idle()
 
 
+@pytest.mark.parametrize("path", ["chat/completions", "messages", "responses"])
+def test_a_pattern_that_takes_for_ever_ends_only_its_request(
+    server: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.llm.tokenizer is not None
+    thoughts = {"open": "<think>", "close_pattern": "(?:a|aa)+$"}
+    slow = {"start_anchor": "assistant\n", "fields": {"thinking": thoughts, "content": {}}}
+    say(server, "<think>", "a" * 60, "b", "c")
+    asked = {"input" if path == "responses" else "messages": HELLO, "max_tokens": 9}
+    asked["max_output_tokens" if path == "responses" else "max_tokens"] = asked.pop("max_tokens")
+    said = "a pattern of 'thinking' in this model's response template takes too long"
+    with monkeypatch.context() as patched:
+        patched.setattr(server.llm.tokenizer.inner, "response_template", slow, raising=False)
+        whole = server.http.post(f"/v1/{path}", json=asked)
+        assert whole.status_code == 500
+        assert said in whole.text
+        streamed = server.http.post(f"/v1/{path}", json={**asked, "stream": True})
+        assert said in streamed.text.splitlines()[-2]
+        assert server.http.get("/health").status_code == 200
+    say(server, ANSWER)
+    assert chat(server)["choices"][0]["message"]["content"] == ANSWER
+
+
 # ------------------------------------------------------------------------------------- chats
 
 

@@ -18,6 +18,7 @@ from inflight.server.answers import families
 from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of
 from inflight.server.answers.families import Family, family_of
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -417,7 +418,11 @@ def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
 
 @pytest.mark.parametrize(
     "field",
-    [{"open": 3}, {"open": "!", "content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>)(?P<value>))"}}],
+    [
+        {"open": 3},
+        {"open": "!", "content": "xml-inline", "content_args": {"tag_pattern": "(?P<key>)(?P<value>))"}},
+        {"open": "!", "content": "kv-lines", "content_args": {"value_parser": {"args": {"tag_pattern": "x"}}}},
+    ],
 )
 def test_a_template_that_cannot_be_read_is_said_and_left(field: Any, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
@@ -450,6 +455,37 @@ def test_the_tokenizers_own_notation_of_values_loses_nothing(pattern: str, body:
     text = f"<call write>{body}</call>"
     read = parts_of(reader.feed(text) + reader.finish())
     assert read == ((text,) if arguments is None else (("write", arguments),))
+
+
+SLOW = "(?:a|aa)+$"
+CALLING = {"open": "!", "content": "xml-inline", "transform": "{content}"}
+
+
+@pytest.mark.parametrize(
+    ("field", "template"),
+    [
+        ("start_anchor", {"start_anchor_pattern": SLOW, "fields": {"content": {}}}),
+        ("content", {"fields": {"content": {"open_pattern": SLOW}}}),
+        ("thinking", {"fields": {"thinking": {"open": "!", "close_pattern": SLOW}}}),
+        ("tool_calls", {"fields": {"tool_calls": {**CALLING, "close_pattern": SLOW, "content": "json"}}}),
+        *(
+            ("tool_calls", {"fields": {"tool_calls": {**CALLING, "close": "?", "content_args": {"tag_pattern": tag}}}})
+            for tag in (SLOW, f"{SLOW}(?P<key>x)(?P<value>y)", "(?P<key>a)(?P<value>.)x(?:a|aa)+b")
+        ),
+    ],
+)
+def test_a_pattern_that_takes_for_ever_is_an_error_of_this_request(field: str, template: dict[str, Any]) -> None:
+    text = f"!{'a' * 60}b?"
+    known = AnswerTemplate({**families.NO_ANCHOR, **template})
+    prompt = text if field == "start_anchor" else ""
+
+    def read() -> None:
+        reader = known.reader(prompt, TOOLS, NAMES)
+        reader.feed(text)
+        reader.finish()
+
+    with pytest.raises(ApiError, match=f"a pattern of '{field}' in this model's response template takes too long"):
+        read()
 
 
 def test_marks_that_are_special_tokens_are_found() -> None:
@@ -509,11 +545,16 @@ def test_what_the_prompt_has_is_not_reported_and_nothing_else_is_lost(
         assert reader.num_calls == sum(isinstance(part, tuple) for part in parts or ())
 
 
-def test_arguments_that_no_utf8_can_encode_stay_escaped() -> None:
-    text = '<tool_call>{"name": "get_weather", "arguments": {"city": "\\ud83d"}}</tool_call>'
-    pieces = read(Recorded(families.HERMES, "<|im_start|>assistant\n", text, ()), [text])
-    arguments = "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta))
-    assert arguments.encode() == b'{"city": "\\ud83d"}'
+@pytest.mark.parametrize(
+    "arguments", ['{"city": "\\ud83d"}', '{"city":  "\\u00e9\\/é",\n"days": 10E-1}', '{"arguments": {"city": "a"}}']
+)
+def test_arguments_in_json_stay_as_they_were_written(arguments: str) -> None:
+    for family, prompt, text in (
+        (families.HERMES, CHATML, f'<tool_call>{{"name": "get_weather", "arguments": {arguments}}}</tool_call>'),
+        (families.HARMONY, HARMONY, f"<|channel|>commentary to=functions.get_weather<|message|>{arguments}<|call|>"),
+    ):
+        pieces = read(Recorded(family, prompt, text, ()), [text])
+        assert "".join(piece.arguments for piece in pieces if isinstance(piece, CallDelta)) == arguments
 
 
 @pytest.mark.parametrize("family", families.FAMILIES, ids=lambda family: family.name)

@@ -11,7 +11,6 @@ from inflight.contracts.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
 from inflight.server.answers.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
-from inflight.server.answers.call_parser import CallParser
 from inflight.server.serving.answer_form import AnswerForm, answer_form
 from inflight.server.tools.fields import ToolFields
 from inflight.server.tools.grammar import calls_grammar, schema_of
@@ -19,7 +18,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
-from tests.server.answers.test_call_parser import put_together
+from tests.server.answers.test_json_calls import put_together, reader_of
 
 WEATHER = {
     "type": "object",
@@ -63,7 +62,7 @@ def grammar(call_format: CallFormat, **options: Any) -> StructuredOutput:
 
 
 def read(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
-    parser = CallParser(call_format, tuple(SCHEMAS), is_guaranteed=True)
+    parser = reader_of(call_format, tuple(SCHEMAS), is_guaranteed=True)
     return put_together([*parser.feed(text), *parser.finish()])
 
 

@@ -14,10 +14,11 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.answers.call_format import CallFormat, new_call_id
+from inflight.server.answers.call_format import CallFormat, head_of, new_call_id
 from inflight.server.answers.call_text import CallText
-from inflight.server.answers.families import Family, ResponseTemplate, family_of
+from inflight.server.answers.families import NO_ANCHOR, Family, ResponseTemplate, family_of
 from inflight.server.answers.pieces import Thought
+from inflight.server.answers.search_budget import SearchBudget
 from inflight.server.answers.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
@@ -37,17 +38,25 @@ class AnswerTemplate:
     Args:
         template: see `transformers.utils.chat_parsing`.
         family: the family that it was taken from, or whose chat template it comes with.
+        call_format: how calls are written, for grammars; None: as the family does.
+
+    Attributes:
+        call_format: how calls are written, for grammars; None: that is not known.
 
     Raises:
         ValueError, regex.error: it is not one.
     """
 
-    def __init__(self, template: ResponseTemplate, family: Family | None = None) -> None:
+    def __init__(
+        self, template: ResponseTemplate, family: Family | None = None, call_format: CallFormat | None = None
+    ) -> None:
         self._template = dict(template)
         self._family = family
+        self.call_format = call_format or (family.call_format if family else None)
         self._exact = hf.load_response_template(self._template)
         if self.has_calls:
-            CallText(self._exact.fields[CALLS], (), ())  # its patterns are checked
+            CallText(self._exact.fields[CALLS], (), (), SearchBudget())  # its patterns are checked
+        self._others: dict[CallFormat, AnswerTemplate] = {}
         self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
@@ -60,27 +69,41 @@ class AnswerTemplate:
         """Whether it says how tools are called."""
         return CALLS in self._exact.fields
 
-    @property
-    def call_format(self) -> CallFormat | None:
-        """How calls are written, for grammars; None: that is not known."""
-        return None if self._family is None else self._family.call_format
+    def with_calls(self, call_format: CallFormat) -> "AnswerTemplate":
+        """Return a template that differs only in how calls are written: as objects of JSON."""
+        if call_format not in self._others:
+            marks = {"open": call_format.begin} if call_format.begin else {"open_pattern": "(?!)"}
+            if call_format.end:
+                marks["close"] = call_format.end
+            fields = {**self._template["fields"], CALLS: {**marks, "repeats": True, "content": "json"}}
+            template = {**self._template, "fields": fields}
+            self._others[call_format] = AnswerTemplate(template, self._family, call_format)
+        return self._others[call_format]
 
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
-        known = self._special_token_ids.get(tokenizer)
-        if known is None:
-            known = self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
-        return known
+        if tokenizer not in self._special_token_ids:
+            self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
+        return self._special_token_ids[tokenizer]
 
     def _found_special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        patterns = []
-        for field in self._exact.fields.values():
-            if field.open_re is not None:
-                patterns += [field.open_re, field.close_re]
+        patterns = [
+            (name, pattern)
+            for name, field in self._exact.fields.items()
+            if field.open_re is not None
+            for pattern in filter(None, (field.open_re, field.close_re))
+        ]
+        budget = SearchBudget()
+
+        def may_begin(name: str, pattern: Any, text: str) -> bool:
+            """Whether a mark is, or begins with, this text."""
+            match = budget.search(name, pattern.search, text, partial=True)
+            return match is not None and match.end() - match.start() == len(text)
+
         return frozenset(
             token_id
             for token_id, token in tokenizer.inner.added_tokens_decoder.items()
-            if token.special and any(_may_begin(pattern, token.content) for pattern in filter(None, patterns))
+            if token.special and any(may_begin(*pattern, token.content) for pattern in patterns)
         )
 
     def reader(
@@ -90,6 +113,7 @@ class AnswerTemplate:
         names: Collection[str],
         *,
         is_parallel: bool = True,
+        is_guaranteed: bool = False,
     ) -> TemplateReader:
         """Return a reader for one answer.
 
@@ -98,14 +122,20 @@ class AnswerTemplate:
             tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
             names: the names of those that may be called; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
+            is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
         """
-        fields = self._exact.fields
+        fields, budget, form, calls = self._exact.fields, SearchBudget(), self.call_format, None
+        if self.has_calls and tools is not None:
+            is_bare = form is not None and form.is_begin_optional
+            heads = {head_of(form, name): name for name in names} if is_guaranteed and form is not None else None
+            calls = CallText(fields[CALLS], tools, names, budget, is_bare=is_bare, heads=heads)
         return TemplateReader(
             [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
             thoughts=THOUGHTS,
-            calls=CallText(fields[CALLS], tools, names) if self.has_calls and tools is not None else None,
-            new_call_id=lambda: new_call_id(None if self.call_format is None else self.call_format.call_id_length),
+            calls=calls,
+            budget=budget,
+            new_call_id=lambda: new_call_id(None if form is None else form.call_id_length),
             is_parallel=is_parallel,
         )
 
@@ -162,9 +192,8 @@ class AnswerTemplate:
     def _begun(self, prompt: str) -> str:
         """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
         is at most the mark of a thought."""
-        ends = [match.end() for match in self._exact.start_anchor_re.finditer(prompt)]
-        if ends:
-            return prompt[ends[-1] :][-MOST_BEGUN:]
+        if anchors := SearchBudget().search("start_anchor", self._exact.start_anchor_re.finditer, prompt):
+            return prompt[anchors[-1].end() :][-MOST_BEGUN:]
         end = prompt.rstrip()
         for name in THOUGHTS:
             field = self._exact.fields.get(name)
@@ -172,6 +201,10 @@ class AnswerTemplate:
                 if end.endswith(mark):
                     return str(mark)
         return ""
+
+
+PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
+"""An answer without thoughts and calls."""
 
 
 def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:
@@ -224,9 +257,3 @@ def _template_of_family(chat_template: str) -> AnswerTemplate | None:
     if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
         fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
     return AnswerTemplate({**family.template, "fields": fields}, family)
-
-
-def _may_begin(pattern: Any, text: str) -> bool:
-    """Whether a compiled mark is, or begins with, this text."""
-    match = pattern.search(text, partial=True)
-    return match is not None and match.end() - match.start() == len(text)

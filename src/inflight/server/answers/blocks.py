@@ -7,7 +7,8 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.server.answers.pieces import Piece, Reader, Thought
+from inflight.server.answers.pieces import Piece, Thought
+from inflight.server.answers.template_reader import TemplateReader
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -63,7 +64,7 @@ class Blocks:
         blocks: the blocks so far.
     """
 
-    def __init__(self, reader: Reader | None) -> None:
+    def __init__(self, reader: TemplateReader | None) -> None:
         self.blocks: list[Block] = []
         self._reader = reader
 

@@ -3,6 +3,7 @@
 Decides what counts as the beginning of a call. Knows no tools, grammars or streams.
 """
 
+import json
 import secrets
 import string
 from dataclasses import dataclass
@@ -60,6 +61,11 @@ class CallFormat:
     between_groups: str | None = "\n"
     is_begin_optional: bool = False
     call_id_length: int | None = None
+
+
+def head_of(call_format: CallFormat, name: str) -> str:
+    """Return how a call begins that a grammar guarantees, up to its arguments."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{call_format.arguments_key}": '
 
 
 def new_call_id(length: int | None) -> str:

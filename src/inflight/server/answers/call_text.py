@@ -1,26 +1,36 @@
 """`CallText`: the text of one call, as a response template describes it: where it may end, and what it says.
 
-Decides which closing marks belong to a value. In JSON those within strings do, and that is certain at once. In
-notations that put values between marks of their own, any mark may be part of a value: one that closes a value stands
-before the next property of the schema, or at the end of the call. What cannot be read as a whole is no call; it is
-never a shorter one.
+Decides which closing marks belong to a value. JSON says itself where it ends, and its arguments are passed on as they
+were written. In notations that put values between marks of their own, any mark may be part of a value: one that closes
+a value stands before the next property of the schema, or at the end of the call. What cannot be read as a whole is no
+call; it is never a shorter one.
 """
 
 import json
 import logging
+import re
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, TypeAlias
 
+import msgspec
 import regex
 from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing import response_templates as hf
 from transformers.utils.chat_parsing.content_parsers import process_field
 
 from inflight.contracts.options import is_text
+from inflight.server.answers.search_budget import SearchBudget
+from inflight.server.wire.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 
+FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
+NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
+BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
+_TOLD_APART = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SPACE = regex.compile(r"\s*+")
 _VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)
 _CAST = hf.load_response_template(
@@ -29,11 +39,39 @@ _CAST = hf.load_response_template(
 """Reads calls in JSON; all that it adds is that arguments get the types of their schema."""
 
 
-class ReadCall(NamedTuple):
-    """A complete call; its arguments are JSON."""
+Calls: TypeAlias = list[tuple[str, str]]
+"""Names and arguments in JSON of complete calls."""
 
-    name: str
-    arguments: str
+
+class ObjectScanner:
+    """Finds the end of a JSON object whose text arrives in pieces, without checking that it is valid JSON.
+
+    Attributes:
+        is_in_string: whether the text so far ends within a string.
+    """
+
+    def __init__(self) -> None:
+        self.is_in_string = False
+        self._depth = 0
+        self._is_escaped = False
+
+    def feed(self, text: str) -> int | None:
+        """Return how many characters of `text` belong to the object; None: all of them, and more will follow."""
+        begin = int(self._is_escaped and text != "")
+        self._is_escaped = self._is_escaped and not begin
+        for match in _TOLD_APART.finditer(text, begin):
+            match match[0]:
+                case "\\":
+                    self._is_escaped = True
+                case '"':
+                    self.is_in_string = not self.is_in_string
+                case "{" | "[" if not self.is_in_string:
+                    self._depth += 1
+                case "}" | "]" if not self.is_in_string:
+                    self._depth -= 1
+                    if self._depth <= 0:
+                        return match.end()
+        return None
 
 
 class CallText:
@@ -43,23 +81,42 @@ class CallText:
         field: the field of calls.
         tools: the tools that the model was told about, in OpenAI's form.
         names: the names of those that may be called.
+        budget: the time for searches.
+        is_bare: whether an object at the beginning of content is a call, too; one that only has a name may be anything.
+        heads: how calls begin that a grammar guarantees, and their tools' names.
+
+    Raises ValueError, regex.error: the field's patterns cannot be used.
 
     Attributes:
-        has_json_strings: whether the strings of JSON tell which closing marks are text.
+        is_json: whether calls are objects of JSON, which tell where they end.
+        open_first: the opening mark before anything else.
     """
 
     def __init__(
-        self, field: hf.ResponseTemplateField, tools: Sequence[Mapping[str, Any]], names: Collection[str]
+        self,
+        field: hf.ResponseTemplateField,
+        tools: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        budget: SearchBudget,
+        *,
+        is_bare: bool = False,
+        heads: Mapping[str, str] | None = None,
     ) -> None:
-        self.field = field
+        if "tag_pattern" in repr(field.content_args.get("value_parser")):
+            raise ValueError(f"{field.name} has a pattern for values within values, whose time cannot be bounded")
+        self.field, self._search = field, partial(budget.search, field.name)
+        self.heads = heads or {}
         self._tools, self._names = list(tools), names
+        self._default: dict[str, Any] | None = None if is_bare else {}
+        self.open_first = regex.compile(rf"{field.open_re.pattern}|\G\s*+(?=\{{)") if is_bare else field.open_re
         self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
         self._in_json = replace(field, content="json", content_args={})
         self._delims = field.content_args.get("string_delims", [])
-        self.has_json_strings = field.content == "json" and not self._delims
+        self.is_json = field.content == "json" and not self._delims
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
         value = _VALUE.search(pattern)
+        self._tags = regex.compile(pattern, regex.DOTALL)
         self._is_marked = value is not None and "(?P<key>" in pattern[: value.start()]
         if value is not None and self._is_marked:
             begin, end = f"(?:{pattern[: value.start()]})", f"(?:{pattern[value.end() :]})"
@@ -67,42 +124,44 @@ class CallText:
         self._begins = regex.compile(rf"\s*(?:{begin}|\Z)" if self._is_marked else rf"\s*{begin}", regex.DOTALL)
         self._ends = regex.compile(rf"(?r){end}\s*", regex.DOTALL)
 
-    def may_begin(self, text: str, start: int, end: int | None = None) -> bool:
-        """Whether what stands behind an opening mark, up to `end`, may be a call; None: more text may follow."""
-        if end is None:
-            return self._begins.match(text, start, partial=True) is not None
-        return self._begins.match(text, start, end) is not None
+    def may_begin(self, text: str, start: int, end: int) -> bool:
+        """Whether what stands between an opening mark and `end` may be a call."""
+        return self._search(self._begins.match, text, start, end) is not None
 
     def may_end(self, text: str, start: int, end: int) -> bool:
         """Whether a closing mark at `end` may be that of the call whose opening mark ends at `start`."""
         is_empty = self._is_marked and _SPACE.fullmatch(text, start, end) is not None
-        return is_empty or (self.may_begin(text, start, end) and self._ends.match(text, start, end) is not None)
+        return is_empty or (
+            self.may_begin(text, start, end) and self._search(self._ends.match, text, start, end) is not None
+        )
 
     def opening(self, text: str, start: int, close: Any) -> Any:
         """The first opening mark from `start` on behind which a call may stand that `close` ends; None: there is none.
 
         Marks are matches in the text."""
-        for mark in self.field.open_re.finditer(text, start, close.end()):
+        while mark := self._search(self.field.open_re.search, text, start, close.end()):
             is_known = mark.groupdict().get("name") in (None, *self._names)
             if is_known and mark.end() <= close.start() and self.may_begin(text, mark.end(), close.start()):
                 return mark
+            start = max(mark.end(), start + 1)
         return None
 
-    def read(self, text: str, opened: Any, end: int) -> list[ReadCall] | None:
-        """Read the calls between an opening mark (its match) and `end`; None: there are none that can be made."""
+    def read(self, opened: Any, body: str, *, is_in_list: bool = False) -> Calls | None:
+        """Read the calls that stand behind an opening mark (its match); None: there are none that can be made."""
         captures = {name: each for name, each in opened.groupdict().items() if each is not None}
-        body = text[opened.end() : end]
         try:
-            value = process_field(*self._prepared(body, captures.get("name")), captures)
+            whole = f"[{body}]" if is_in_list else body
+            value = process_field(*self._prepared(whole, captures.get("name")), captures)
             calls = json.dumps(value if isinstance(value, list) else [value])
-            read = []
+            read: Calls = []
             for each in parse_response(f"!{calls}", _CAST, prefix="", tools=self._tools).get("calls") or []:
                 function = each.get("function", each)
-                name, arguments = function["name"], function.get("arguments", function.get("parameters", {}))
+                name, arguments = function["name"], function.get("arguments", function.get("parameters", self._default))
                 if name not in self._names or not isinstance(arguments, dict):
                     return None
-                written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-                read.append(ReadCall(name, written if is_text(written) else json.dumps(arguments, allow_nan=False)))
+                read.append((name, _written(body, arguments)))
+        except ApiError:
+            raise
         except Exception as error:  # the patterns are the checkpoint's, and the text is the model's
             logger.debug("a call cannot be read: %r", error)
             return None
@@ -115,7 +174,7 @@ class CallText:
             return json.dumps(self._marked(body, name)), self._in_json
         if self._delims or args.get("unquoted_keys"):
             return _as_json(body, self._delims), self._in_json
-        if "tag_pattern" in args and regex.sub(args["tag_pattern"], "", body, flags=regex.DOTALL).strip():
+        if "tag_pattern" in args and self._search(self._tags.sub, "", body).strip():  # the library needs as long
             raise ValueError("there is text outside of the marks")
         return body, self.field
 
@@ -123,15 +182,33 @@ class CallText:
         """Arguments that are written one by one between marks. Raises ValueError if they cannot be told apart."""
         if not body.strip():
             return {}
-        first, last = self._begins.match(body), self._ends.match(body)
+        first, last = self._search(self._begins.match, body), self._search(self._ends.match, body)
         keys = None if name is None else self._keys.get(name)
-        between = self._between.finditer(body, first.end(), last.start())
+        between = self._search(self._between.finditer, body, first.end(), last.start())
         marks = [
             first,
             *(each for each in between if each["key"] != first["key"] and (keys is None or each["key"] in keys)),
         ]
         ends = [*(mark.start() for mark in marks[1:]), last.start()]
         return _unique([(mark["key"], body[mark.end() : end]) for mark, end in zip(marks, ends, strict=True)])
+
+
+class _Raw(msgspec.Struct):
+    """Arguments under either of the keys that models use."""
+
+    arguments: msgspec.Raw = msgspec.Raw()
+    parameters: msgspec.Raw = msgspec.Raw()
+
+
+def _written(body: str, arguments: dict[str, Any]) -> str:
+    """Return arguments as the model wrote them, if it wrote these; else as we do. Raises ValueError for NaN."""
+    written = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+    with suppress(ValueError):
+        raw = msgspec.json.decode(body, type=_Raw)
+        for text in (bytes(raw.arguments).decode(), bytes(raw.parameters).decode(), body.strip()):
+            if text and json.loads(text) == arguments:
+                return text
+    return written if is_text(written) else json.dumps(arguments, allow_nan=False)
 
 
 def _keys_of(parameters: Any) -> Collection[str] | None:

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from typing import Any
 
 from inflight.contracts.outputs import FinishReason
-from inflight.server.answers.pieces import CallDelta, Piece, Reader, Thought
+from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.answers.template_reader import TemplateReader
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:
@@ -37,7 +38,7 @@ def delta_of(piece: Piece) -> dict[str, Any]:
     return {"tool_calls": [_call_delta(piece)]}
 
 
-def finish_reason_of(reader: Reader, finish_reason: FinishReason | None) -> str | None:
+def finish_reason_of(reader: TemplateReader, finish_reason: FinishReason | None) -> str | None:
     """Return the finish reason to report: "tool_calls" for an answer that ended by itself and has calls."""
     return "tool_calls" if reader.num_calls and finish_reason == "stop" else finish_reason
 

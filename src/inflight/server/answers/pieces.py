@@ -1,7 +1,7 @@
 """What a text is divided into, as it grows: thoughts, content, and pieces of tool calls. Plain data."""
 
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,20 +28,3 @@ class CallDelta:
 
 Piece: TypeAlias = str | Thought | CallDelta
 """Content, a thought, or a piece of a call."""
-
-
-class Reader(Protocol):
-    """Divides one text. The joined pieces do not depend on how the text was cut into deltas."""
-
-    @property
-    def num_calls(self) -> int:
-        """Calls found so far."""
-        ...
-
-    def feed(self, delta: str) -> list[Piece]:
-        """Return the pieces that are certain now that the text has grown by `delta`."""
-        ...
-
-    def finish(self) -> list[Piece]:
-        """Return what was held back, at the end of the text."""
-        ...

@@ -2,38 +2,42 @@
 
 Decides what white space belongs to: there is none at the edges of a thought, before a call, and at the end of an answer
 that is more than plain content. A call is reported when it is certain where it ends: until then it may turn out not to
-be one, and then its text is content, marks included. JSON says so itself. In other notations a value may contain what
-looks like the end, so such a call waits for the next one, or for the end of the text: a closing mark in between that
-belongs to nothing says that the value goes on.
+be one, and then its text is content, marks included. If a grammar guarantees calls, their arguments are reported as
+they come. JSON says itself where it ends. In other notations a value may contain what looks like the end, so such a
+call waits for the next one, or for the end of the text: a closing mark in between that belongs to nothing says that the
+value goes on.
 
 A thought that is never closed ends where a call begins. That is certain at the end of the text only, so what follows in
 the thought waits as long as it may be a call.
 """
 
+import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.answers.call_parser import ObjectScanner
-from inflight.server.answers.call_text import CallText, ReadCall
+from inflight.server.answers.call_text import BEHIND_OBJECTS, FIRST_OBJECT, NEXT_OBJECT, Calls, CallText, ObjectScanner
 from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.answers.search_budget import SearchBudget
 
 MOST_TRIED = 64
 """Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""
 
 
-@dataclass(slots=True)
+@dataclasses.dataclass(slots=True)
 class _Call:
     """A call that has begun. Marks are matches in the text.
 
     Attributes:
         mark: its opening mark.
+        behind: where its text begins; in JSON behind the mark, or behind the last object.
+        is_list: whether there is a list of objects.
+        is_none: whether the last object of JSON is no call.
+        is_streamed: whether the object is certain to be a call, so that its arguments are reported as they come.
         searched: up to where closing marks were looked for.
         searched_in_thought: up to where the end of the thought that it is in was looked for.
-        scanned: up to where `strings` has seen it.
-        strings: knows where strings are, if it is JSON.
+        scanned: up to where `scanner` has seen the object.
         first: the first closing mark.
         last: the one that leaves a well-formed call, so far.
         following: the opening mark of a call behind that.
@@ -42,15 +46,22 @@ class _Call:
     """
 
     mark: Any
-    searched: int
-    searched_in_thought: int
-    scanned: int
-    strings: ObjectScanner
+    behind: int
+    is_list: bool = False
+    is_none: bool = False
+    is_streamed: bool = False
+    searched: int = 0
+    searched_in_thought: int = 0
+    scanned: int = 0
+    scanner: ObjectScanner = dataclasses.field(default_factory=ObjectScanner)
     first: Any = None
     last: Any = None
     following: Any = None
     is_torn: bool = False
-    end: tuple[list[ReadCall] | None, int] | None = None
+    end: tuple[Calls | None, int] | None = None
+
+    def __post_init__(self) -> None:
+        self.searched = self.searched_in_thought = self.scanned = self.behind
 
 
 class TemplateReader:
@@ -61,6 +72,7 @@ class TemplateReader:
         begun: the part of the answer that the prompt has already; nothing of it is reported.
         thoughts: the names of fields of thoughts. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
+        budget: the time for searches.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
 
     Attributes:
@@ -74,11 +86,12 @@ class TemplateReader:
         *,
         thoughts: Collection[str],
         calls: CallText | None,
+        budget: SearchBudget,
         new_call_id: Callable[[], str],
         is_parallel: bool = True,
     ) -> None:
         self.num_calls = 0
-        self._thoughts, self._calls = thoughts, calls
+        self._thoughts, self._calls, self._budget = thoughts, calls, budget
         self._new_call_id, self._is_parallel = new_call_id, is_parallel
         self._fields = fields
         self._implicit = next((field for field in fields if field.open_re is None), None)
@@ -93,9 +106,11 @@ class TemplateReader:
         self._last: Any = None  # the field of the text that was reported last
         self._pieces: list[Piece] = []
         self._is_plain = True  # whether nothing but content was reported
+        self._is_first = True  # whether nothing but thoughts was
+        self._is_dropped = False  # whether the present call is one too many
         self._read(is_last=False)
         self._pieces.clear()
-        self._is_plain, self._last = True, None
+        self._is_plain, self._is_first, self._last = True, True, None
         self._is_anything_shown = False
 
     def feed(self, delta: str) -> list[Piece]:
@@ -147,7 +162,7 @@ class TemplateReader:
         is_empty = match.end() == self._position
         self._tell(begin)
         if not is_closing and self._calls is not None and field is self._calls.field:
-            self._call = _Call(match, match.end(), match.end(), match.end(), ObjectScanner())
+            self._call = _Call(match, match.end())
             return True
         self._move(match.end(), self._implicit if is_closing else field)
         return not (is_closing and is_empty)
@@ -169,7 +184,11 @@ class TemplateReader:
         pattern, literals, may_grow = field.close_re, field.close_literals, field.close_literal_can_extend
         if is_opening:
             pattern, literals, may_grow = field.open_re, field.open_literals, field.open_literal_can_extend
-        match = None if pattern is None else pattern.search(self._text, start, partial=not is_last)
+            if self._calls is not None and field is self._calls.field and self._is_first and not self._is_in_thought:
+                pattern = self._calls.open_first
+        if pattern is None:
+            return None, len(self._text)
+        match = self._budget.search(field.name, pattern.search, self._text, start, partial=not is_last)
         if match is None:
             return None, len(self._text)
         is_at_end = match.end() == len(self._text) and (literals is None or may_grow or match.start() == match.end())
@@ -189,24 +208,26 @@ class TemplateReader:
     def _read_call(self, call: _Call, is_last: bool) -> bool:
         """Look for the end of a call; return whether it is certain what comes next."""
         assert self._calls is not None
-        thought = self._field if self._is_in_thought else None
-        if thought is not None:
-            close, call.searched_in_thought = self._find(thought, call.searched_in_thought, is_last)
-            if close is not None:
+        if not self._is_in_thought:
+            if self._calls.is_json:
+                return self._read_objects(call, self._calls, is_last)
+            if (end := self._end_of(call, self._calls, is_last)) is not None:
                 self._call = None
-                self._tell(close.start())
-                self._move(close.end(), self._implicit)
-                return True
-            if self._calls.has_json_strings and not self._calls.may_begin(self._text, call.mark.end()):
-                call.end = None, call.mark.end()
-        call.end = call.end or self._end_of(call, self._calls, is_last)
-        if call.end is None or (thought is not None and call.end[0] is not None and not is_last):
+                self._end_calls(*end)
+            return end is not None
+        assert self._field is not None
+        close, call.searched_in_thought = self._find(self._field, call.searched_in_thought, is_last)
+        if close is not None:
+            self._call = None
+            self._tell(close.start())
+            self._move(close.end(), self._implicit)
+            return True
+        read = self._object_of if self._calls.is_json else self._end_of
+        call.end = call.end or read(call, self._calls, is_last)
+        if call.end is None or (call.end[0] is not None and not is_last):
             return False
         self._call = None
-        calls, end = call.end
-        if thought is None:
-            self._end_calls(calls, end)
-        elif calls is None:
+        if call.end[0] is None:
             self._num_tried += is_last
             self._tell(call.mark.end() if self._num_tried < MOST_TRIED else len(self._text))
         else:  # the thought was not closed
@@ -214,9 +235,76 @@ class TemplateReader:
             self._move(call.mark.start(), self._implicit)
         return True
 
-    def _end_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[list[ReadCall] | None, int] | None:
+    def _read_objects(self, call: _Call, form: CallText, is_last: bool) -> bool:
+        """Read the next object of JSON, or what stands behind the last one."""
+        text, end = self._text, call.behind
+        if call.is_streamed:
+            more = call.scanner.feed(text[call.scanned :])
+            end = len(text) if more is None else call.scanned + more
+            self._give_arguments(text[call.scanned : end])
+            call.scanned = self._position = end
+            if more is not None:
+                self._call = _Call(call.mark, end, call.is_list)
+            return more is not None
+        if not call.is_none:
+            found = self._object_of(call, form, is_last)
+            if found is None:
+                return call.is_streamed
+            if found != (None, end) or end == call.mark.end():
+                self._end_calls(*found)
+                self._call = _Call(call.mark, found[1], call.is_list, is_none=found[0] is None)
+                return True
+        close, begin = self._find(form.field, end, is_last=False)
+        behind = BEHIND_OBJECTS.match(text, end)
+        if (begin if close is None else close.start()) <= behind.end():
+            if close is None and not is_last:
+                return False
+            end = len(text) if close is None else close.end()
+        elif behind["list"] and call.is_list:
+            end = behind.end("list")
+        self._call = None
+        self._end_calls(None if call.is_none else [], end)
+        return True
+
+    def _object_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[Calls | None, int] | None:
+        """Return what the next object of JSON says, and its end, if that is certain (see `_Call.end`)."""
+        text, is_first = self._text, call.behind == call.mark.end()
+        begun = (FIRST_OBJECT if is_first else NEXT_OBJECT).match(text, call.behind, partial=not is_last)
+        if begun is None:
+            return None, call.behind
+        if begun.partial:
+            return None
+        begin, call.is_list = begun.end() - 1, call.is_list or (is_first and begun["list"] is not None)
+        if not self._is_in_thought and begin >= self._num_begun:
+            for head, name in form.heads.items():
+                given = text[begin : begin + len(head)]
+                if given == head:
+                    self._begin_call(name)
+                    call.is_streamed, call.scanned = True, begin + len(head)
+                if call.is_streamed or (head.startswith(given) and not is_last):
+                    return None
+        call.scanned = max(call.scanned, begin)
+        while True:
+            close, call.searched = self._find(form.field, call.searched, is_last)
+            until = call.searched if close is None else close.start()
+            if (length := call.scanner.feed(text[call.scanned : until])) is not None:
+                end = call.scanned + length
+                return form.read(call.mark, text[begin:end], is_in_list=call.is_list), end
+            call.scanned = max(call.scanned, until)
+            if close is None and not is_last:
+                return None
+            call.first = call.first or close
+            if close is None or not call.scanner.is_in_string:
+                return None, len(text) if call.first is None else call.first.end()
+            call.searched += close.start() == close.end()
+
+    def _end_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[Calls | None, int] | None:
         """Return a call's end if it is certain (see `_Call.end`)."""
         text, begin = self._text, call.mark.end()
+
+        def read(end: int) -> Calls | None:
+            return form.read(call.mark, text[begin:end])
+
         while True:
             close, call.searched = self._find(form.field, call.searched, is_last)
             if close is None:
@@ -225,19 +313,12 @@ class TemplateReader:
             call.first = call.first or close
             if not form.may_begin(text, begin, close.start()):
                 return None, call.first.end()
-            if form.has_json_strings:
-                call.strings.feed(text[call.scanned : close.start()])
-                call.scanned = close.start()
-                if not call.strings.is_in_string:
-                    calls = form.read(text, call.mark, close.start())
-                    return calls, (close if calls else call.first).end()
-                continue
             if call.last is not None and call.following is None and not call.is_torn:
                 call.following = form.opening(text, call.last.end(), close)
             if call.following is not None:
                 if form.may_end(text, call.following.end(), close.start()):
-                    calls = form.read(text, call.mark, call.last.start())
-                    if calls or not form.read(text, call.mark, close.start()):
+                    calls = read(call.last.start())
+                    if calls or not read(close.start()):
                         return calls, call.last.end()
                     call.last, call.following = close, None
             elif form.may_end(text, begin, close.start()):
@@ -247,11 +328,9 @@ class TemplateReader:
         if not is_last:
             return None
         if call.last is not None and not call.is_torn:
-            return form.read(text, call.mark, call.last.start()), call.last.end()
+            return read(call.last.start()), call.last.end()
         is_whole = call.last is None and form.field.content == "json"  # what ends the answer may be the closing mark
-        calls = form.read(text, call.mark, len(text)) if is_whole else None
-        is_over = calls is not None or call.first is None or not form.has_json_strings
-        return calls, len(text) if is_over else call.first.end()
+        return (read(len(text)) if is_whole else None), len(text)
 
     # ------------------------------------------------------------------------------------- pieces
 
@@ -275,18 +354,26 @@ class TemplateReader:
             shown = field.join + shown
         self._is_new, self._last = False, field
         is_thought = field is not None and field.name in self._thoughts
-        self._is_plain = self._is_plain and not is_thought
+        self._is_plain, self._is_first = self._is_plain and not is_thought, self._is_first and is_thought
         self._pieces.append(Thought(shown) if is_thought else shown)
 
-    def _end_calls(self, calls: list[ReadCall] | None, end: int) -> None:
+    def _end_calls(self, calls: Calls | None, end: int) -> None:
         begin, self._position = max(self._position, self._num_begun), end
         if calls is None:
             self._show(None, self._text[begin:end])
         elif end > self._num_begun:  # else the prompt has them
-            self._held, self._is_plain, self._last, self._is_anything_shown = "", False, None, True
             for name, arguments in calls:
-                if self._is_parallel or not self.num_calls:
-                    self._pieces.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
-                    self._pieces.append(CallDelta(self.num_calls, arguments))
-                    self.num_calls += 1
+                self._begin_call(name)
+                self._give_arguments(arguments)
         self._is_new = True
+
+    def _begin_call(self, name: str) -> None:
+        self._held, self._is_plain, self._is_first, self._last, self._is_anything_shown = "", False, False, None, True
+        self._is_dropped = self.num_calls > 0 and not self._is_parallel
+        if not self._is_dropped:
+            self._pieces.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
+            self.num_calls += 1
+
+    def _give_arguments(self, text: str) -> None:
+        if text and not self._is_dropped:
+            self._pieces.append(CallDelta(self.num_calls - 1, text))

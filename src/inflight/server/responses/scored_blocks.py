@@ -6,7 +6,7 @@ Decides which text a token belongs to: the one that grows when, at the latest, t
 from typing import Any
 
 from inflight.server.answers.blocks import Blocks, Growth, TextBlock
-from inflight.server.answers.pieces import Reader
+from inflight.server.answers.template_reader import TemplateReader
 
 
 class ScoredBlocks(Blocks):
@@ -16,7 +16,7 @@ class ScoredBlocks(Blocks):
         scores: those of each text, by the number of its block.
     """
 
-    def __init__(self, reader: Reader | None) -> None:
+    def __init__(self, reader: TemplateReader | None) -> None:
         super().__init__(reader)
         self.scores: dict[int, list[dict[str, Any]]] = {}
         self._pending: list[dict[str, Any]] = []  # of tokens whose text is still to come, or belongs to no text

@@ -6,17 +6,16 @@ chose, or that is all that is known; and by that of a grammar, where one guarant
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from inflight.contracts.structured_output import StructuredOutput, Thoughts
-from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of, chat_template_of
-from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, CallFormat, format_of_template
-from inflight.server.answers.call_parser import CallParser
-from inflight.server.answers.pieces import Reader
-from inflight.server.answers.thoughts_first import ThoughtsFirst
+from inflight.server.answers.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
+from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, format_of_template
+from inflight.server.answers.template_reader import TemplateReader
 from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.tool_use import check_free_choice, form_of_calls, marker_tokens
+from inflight.server.tools.tool_use import check_free_choice, form_of_calls
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -31,7 +30,7 @@ class AnswerForm:
         thoughts: what the text may begin with, and where stop strings do not count; None: nothing that is known.
     """
 
-    make_reader: Callable[[], Reader]
+    make_reader: Callable[[], TemplateReader]
     structured_output: StructuredOutput | None
     shows_special_tokens: bool
     thoughts: Thoughts | None
@@ -67,41 +66,35 @@ def answer_form(
     """
     fields.check_tools()
     written = chat_template_of(tokenizer) if chat_template is None else chat_template
-    template = answer_template_of(tokenizer, written)
-    thoughts = None if template is None else template.thoughts_first(prompt)
+    reading = answer_template_of(tokenizer, written) or PLAIN_TEXT
     if not fields.callable_tools:
-        if template is None or not template.has_thoughts:
+        if not reading.has_thoughts:
             return None
         return AnswerForm(
-            lambda: template.reader(prompt, None, ()),
-            _after_thoughts(content, template, prompt, thinking, template.content_begin if content else ""),
-            bool(template.special_token_ids(tokenizer)),
-            thoughts,
+            partial(reading.reader, prompt, None, ()),
+            _after_thoughts(content, reading, prompt, thinking, reading.content_begin if content else ""),
+            bool(reading.special_token_ids(tokenizer)),
+            reading.thoughts_first(prompt),
         )
-    reads_calls = parser_name is None and template is not None and template.has_calls
+    reads_calls = parser_name is None and reading.has_calls
     call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
     content_begin = ""
-    if template is not None and reads_calls:
-        call_format, content_begin = template.call_format or call_format, template.content_begin
+    if reads_calls:
+        call_format, content_begin = reading.call_format or call_format, reading.content_begin
     if not fields.is_call_required:
         check_free_choice(written, is_known=reads_calls or call_format is not None)
     form = form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
-    is_object = call_format is None or not call_format.head
-    if template is not None and reads_calls and (form is None or not is_object):
-        return AnswerForm(
-            _by_template(template, prompt, fields),
-            _after_thoughts(form, template, prompt, thinking),
-            bool(template.special_token_ids(tokenizer)),
-            thoughts,
-        )
-    tokens = {*marker_tokens(tokenizer, call_format or PLAIN).values()}
-    if template is not None:
-        tokens |= template.special_token_ids(tokenizer)
+    is_streamed = form is not None and (call_format is None or not call_format.head)
+    if is_streamed or not reads_calls:
+        reading = reading.with_calls(call_format or PLAIN)
+    tools = [tool.for_template() for tool in fields.usable_tools]
+    names = [tool.function.name for tool in fields.callable_tools]
+    options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_streamed}
     return AnswerForm(
-        _by_format(template, prompt, fields, call_format or PLAIN, is_guaranteed=form is not None),
-        form if template is None else _after_thoughts(form, template, prompt, thinking),
-        not all(map(tokenizer.has_text, tokens)),
-        thoughts,
+        partial(reading.reader, prompt, tools, names, **options),
+        _after_thoughts(form, reading, prompt, thinking),
+        bool(reading.special_token_ids(tokenizer)),
+        reading.thoughts_first(prompt),
     )
 
 
@@ -121,23 +114,3 @@ def _after_thoughts(
     if form is not None:
         return replace(form, thoughts=thoughts)
     return None if thoughts is None else StructuredOutput(thoughts=thoughts)
-
-
-def _by_template(template: AnswerTemplate, prompt: str, fields: ToolFields) -> Callable[[], Reader]:
-    tools = [tool.for_template() for tool in fields.usable_tools]
-    names = [tool.function.name for tool in fields.callable_tools]
-    return lambda: template.reader(prompt, tools, names, is_parallel=fields.may_call_several)
-
-
-def _by_format(
-    template: AnswerTemplate | None, prompt: str, fields: ToolFields, call_format: CallFormat, *, is_guaranteed: bool
-) -> Callable[[], Reader]:
-    names = [tool.function.name for tool in fields.callable_tools]
-
-    def make() -> Reader:
-        calls = CallParser(call_format, names, is_guaranteed=is_guaranteed, is_parallel=fields.may_call_several)
-        if template is None or not template.has_thoughts:
-            return calls
-        return ThoughtsFirst(template.reader(prompt, None, ()), calls)
-
-    return make

@@ -1,5 +1,5 @@
-"""Tool calls: what requests say about tools, how models write calls, and how calls are found in their text.
+"""Tool calls: what requests say about tools, and how models are made to write calls.
 
-`fields` has the request fields, `call_format` the notations of model families, `grammar` makes models write a notation,
-`call_parser` reads it, and `tool_use` assembles what one request needs.
+`fields` has the request fields, `grammar` makes models write their family's notation, and `tool_use` assembles what one
+request needs. `server/answers` reads calls.
 """

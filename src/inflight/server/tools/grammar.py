@@ -11,8 +11,7 @@ from typing import Any, TypeAlias
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.answers.call_format import BareJson, CallFormat, MarkedArguments
-from inflight.server.answers.call_parser import head_of
+from inflight.server.answers.call_format import BareJson, CallFormat, MarkedArguments, head_of
 from inflight.server.tools.bare_arguments import BareArguments
 from inflight.server.tools.marked_arguments import marked_arguments
 from inflight.server.tools.rules import json_rule

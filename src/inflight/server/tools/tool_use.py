@@ -4,8 +4,6 @@ Decides when a grammar guarantees calls, and what a model that does not know too
 nor answers.
 """
 
-from collections.abc import Mapping
-
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
@@ -30,16 +28,6 @@ def check_free_choice(chat_template: str, *, is_known: bool) -> None:
         return
     message = f"tools are given, but {why}; tool_choice can be 'none', 'required' or a function's name only"
     raise ApiError(400, message, param="tools", code="unsupported_field")
-
-
-def marker_tokens(tokenizer: Tokenizer, call_format: CallFormat) -> Mapping[str, int]:
-    """Return the ids of a notation's markers that were added to the vocabulary."""
-    markers = (call_format.begin, call_format.end)
-    return {
-        token.content: token_id
-        for token_id, token in tokenizer.inner.added_tokens_decoder.items()
-        if token.content in markers
-    }
 
 
 def form_of_calls(

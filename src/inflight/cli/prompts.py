@@ -97,7 +97,7 @@ def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
     """A line of one of OpenAI's batch files; what its body may have is the endpoint's affair."""
     extra = sorted(value.keys() - {"custom_id", "method", "url", "body"})
     url, body, custom_id = value.get("url"), value["body"], value.get("custom_id")
-    is_named = isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID
+    is_named = custom_id is None or (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID)
     is_post = value.get("method", "POST") == "POST" and isinstance(url, str) and isinstance(body, dict)
     if extra or not is_named or not is_post:
         found = f"; it has {extra}" if extra else ""

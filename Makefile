@@ -1,20 +1,27 @@
-# `make demo` and `make test` are all that a fresh machine needs: each builds the virtual environment first.
+# `make demo` and `make test` are all that a fresh machine needs: each builds the virtual environment first, with the
+# package alone for the demo, and with all that tests and tools need (`dev`) for everything else.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
+PACKAGE := $(VENV)/.package
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_WORKERS ?= 2
 
 .PHONY: demo test browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
 
-$(READY): pyproject.toml constraints.txt
+$(PACKAGE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --upgrade pip
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(PIP) --upgrade pip
+	$(PIP) -c constraints.txt -e .
 	touch $@
 
-demo: $(READY)            ## a dozen prompts through the embedded model at once, with a live view of the slots
+$(READY): $(PACKAGE)
+	$(PIP) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(PACKAGE)          ## a dozen prompts through the embedded model at once, with a live view of the slots
 	$(BIN)/inflight demo
 
 test: $(READY)            ## the whole test suite
@@ -28,7 +35,7 @@ test-browser: browser     ## the live page in a real Chromium, which is installe
 	$(BIN)/python -m pytest tests/browser
 
 agents: $(READY)          ## agents of other packages, which are installed, call tools of the server
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[agents]'
+	$(PIP) -c constraints.txt -e '.[agents]'
 	$(BIN)/python -m pytest tests/agents
 
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)

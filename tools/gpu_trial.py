@@ -215,7 +215,7 @@ def lines_of(trial: Trial, stage: str, command: Sequence[str]) -> Iterator[str]:
 
 @contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise `TimeoutError` inside after so many seconds."""
+    """Raise `TimeoutError` inside after this number of seconds."""
 
     def expire(*_: Any) -> None:
         raise TimeoutError

@@ -100,7 +100,7 @@ class PlainAttention:
 
     @contextmanager
     def recording(self, num_prompts: int) -> Iterator[None]:
-        """Inside, the model runs so many prompts plainly, in one forward pass or one by one."""
+        """Inside, the model runs this number of prompts plainly, in one forward pass or one by one."""
         seen: list[tuple[Tensor | None, Tensor]] = []
 
         def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:

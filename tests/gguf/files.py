@@ -101,7 +101,7 @@ def write(
 ) -> None:
     """Write `model` to a file; `kind_of` says by its name in the file in which type a matrix is. `extra` is metadata
     about the architecture, `more` are further tensors, and `ids` tokens with a role, as the file calls it. With
-    `tensors_of_part` it becomes several files, of so many tensors each."""
+    `tensors_of_part` it becomes several files, of this number of tensors each."""
     config = model.config
     architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)

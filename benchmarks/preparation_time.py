@@ -42,7 +42,7 @@ def load(folder: str, remembered: str) -> Load:
     """Load a model in this fresh process; verdicts are in the folder `remembered`."""
     from inflight.contracts.config import EngineConfig
     from inflight.execution.preparation import own_attention, packed_way, prepare
-    from inflight.execution.preparation.verdict import VerdictCache
+    from inflight.execution.preparation.result_cache import ResultCache
 
     seconds = {"choosing": 0.0, "prepacking": 0.0}
 
@@ -62,7 +62,7 @@ def load(folder: str, remembered: str) -> Load:
     for module in (packed_way, own_attention):
         timed(module, "prepack_linears", "prepacking")
         timed(module, "prepack_experts", "prepacking")
-    VerdictCache.of_the_user = lambda: VerdictCache(Path(remembered))  # type: ignore[method-assign]
+    ResultCache.of_the_user = lambda kind: ResultCache(Path(remembered), kind)  # type: ignore[method-assign]
     config = EngineConfig(load_format="dummy", dtype="bfloat16", num_blocks=200)
     info = prepare.prepare(folder, config).info
     return Load(info.executor, info.proved_on, seconds["choosing"] - seconds["prepacking"], seconds["prepacking"])

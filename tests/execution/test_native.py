@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[2]
 AVX2 = "avx2 bmi1 bmi2 f16c fma movbe"
 AVX512 = "avx512f avx512bw avx512cd avx512dq avx512vl"
 AMX = "avx512_vnni avx512_bf16 avx512vbmi amx_tile amx_bf16 amx_int8"
-needs_avx2 = pytest.mark.skipif("avx2" not in native._instruction_sets().split(), reason="for CPUs with AVX2")
+needs_avx2 = pytest.mark.skipif("avx2" not in native.instruction_sets().split(), reason="for CPUs with AVX2")
 
 COMMAND = [sys.executable, "-m", "inflight", "generate", "Once upon a time", "--max-tokens", "12", "--temperature", "0"]
 
@@ -109,12 +109,12 @@ def test_without_a_cache_folder_that_can_be_looked_into_a_temporary_one_is_used(
 
 def test_another_cpu_gets_another_library() -> None:
     before = native._digest()
-    original = native._instruction_sets
+    original = native.instruction_sets
     try:
-        native._instruction_sets = lambda: original() + " avx1024"
+        native.instruction_sets = lambda: original() + " avx1024"
         assert native._digest() != before
     finally:
-        native._instruction_sets = original
+        native.instruction_sets = original
 
 
 @pytest.fixture(scope="module")
@@ -157,7 +157,7 @@ def test_kernels_of_a_wheel_that_torch_cannot_load_are_built_instead(package: Pa
     assert (done.stdout, done.stderr.count("so they are built here")) == (generate().stdout, 1)
 
 
-@pytest.mark.skipif("avx512f" not in native._instruction_sets().split(), reason="others are tested as they are")
+@pytest.mark.skipif("avx512f" not in native.instruction_sets().split(), reason="others are tested as they are")
 def test_a_cpu_without_avx512_gets_correct_kernels(package: Path) -> None:
     """Registers are half as wide and layouts differ; the tests of attention, layers and the sampler still pass."""
     names = (
@@ -203,7 +203,7 @@ def test_a_cpu_gets_the_best_of_the_package(
     can: str, may_use_matrix_unit: bool, best: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(native, "SOURCES", tmp_path)
-    monkeypatch.setattr(native, "_instruction_sets", lambda: f"flags : {can}")
+    monkeypatch.setattr(native, "instruction_sets", lambda: f"flags : {can}")
     monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: may_use_matrix_unit)
     monkeypatch.setattr(native.platform, "machine", lambda: "x86_64")
     assert native.carried_library() is None  # another torch's are not looked at
@@ -216,7 +216,7 @@ def test_a_cpu_gets_the_best_of_the_package(
 
 
 def test_a_matrix_unit_that_linux_denies_is_not_compiled_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_instruction_sets", lambda: "flags : avx2 amx_tile amx_int8")
+    monkeypatch.setattr(native, "instruction_sets", lambda: "flags : avx2 amx_tile amx_int8")
     monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: False)
     assert "-mno-amx-tile" in native._native_flags()
     monkeypatch.setattr(native, "_may_use_matrix_unit", lambda: True)

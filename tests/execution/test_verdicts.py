@@ -17,14 +17,15 @@ from inflight.execution.hf.load import load_model
 from inflight.execution.preparation import choice, own_attention, packed_way, verdict
 from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, ChosenExecutor, choose_executor
 from inflight.execution.preparation.proof import PlainModel
-from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
+from inflight.execution.preparation.result_cache import ResultCache
+from inflight.execution.preparation.verdict import Verdict, Way, verdict_key
 from tests import others, zoo
 from tests.execution import this_cpu
 
 BUILD = dict.fromkeys(zoo.ARCHITECTURES, zoo.build) | dict.fromkeys(others.ALL | others.OTHERS, others.build)
 
 
-def choose(model: PreTrainedModel, verdicts: VerdictCache | None = None, **options: Any) -> ChosenExecutor:
+def choose(model: PreTrainedModel, verdicts: ResultCache[Verdict] | None = None, **options: Any) -> ChosenExecutor:
     config = EngineConfig(**options)
     return choose_executor(load_model(model, config), config, verdicts=verdicts)
 
@@ -78,19 +79,19 @@ def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) ->
 @pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next"])
 def test_the_verdict_of_a_twin_is_cached(name: str, twins: list[PreTrainedModel], tmp_path: Path) -> None:
     model, folder = BUILD[name](name), tmp_path / "made" / "when needed"
-    first = choose(model, VerdictCache(folder))
+    first = choose(model, ResultCache(folder, Verdict))
     assert len(twins) == 1
-    second = choose(model, VerdictCache(folder))
+    second = choose(model, ResultCache(folder, Verdict))
     assert len(twins) == 1
-    assert (first.proved_on, second.proved_on) == (TWIN, EARLIER)
+    assert (first.proved_on, second.proved_on) == (TWIN, TWIN + EARLIER)
     assert second.report == first.report
-    assert [file.suffix for file in folder.iterdir()] == [".json"], "nothing half written is left"
+    assert len(list(folder.iterdir())) == len(list(folder.parent.iterdir())) == 1, "nothing half written is left"
 
 
 def test_a_wrong_verdict_is_dropped(twins: list[PreTrainedModel], tmp_path: Path) -> None:
     """A cached verdict wrongly says that BLOOM runs packed. The model itself fails, so the other ways are proved
     again."""
-    model, verdicts = BUILD["bloom"]("bloom"), VerdictCache(tmp_path)
+    model, verdicts = BUILD["bloom"]("bloom"), ResultCache(tmp_path, Verdict)
     key = verdict_key(model, EngineConfig())
     verdicts.keep(key, Verdict(PACKED))
     found = choose(model, verdicts)
@@ -114,7 +115,7 @@ def test_a_model_that_differs_from_its_twin_is_proved_again(
 
     model = LooksBack(base.config).eval().requires_grad_(False)
     model.load_state_dict(base.state_dict())
-    verdicts = VerdictCache(tmp_path)
+    verdicts = ResultCache(tmp_path, Verdict)
     for _ in range(2):
         found = choose(model, verdicts, dtype=dtype)
         assert not isinstance(found.make_executor(4, 2), PackedExecutor)
@@ -148,7 +149,7 @@ def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
             weight.mul_(-1)
 
     this_cpu.needs(torch.bfloat16)
-    verdicts = VerdictCache(tmp_path)
+    verdicts = ResultCache(tmp_path, Verdict)
     monkeypatch.setattr(packed_way, "prepack_experts", spoil)
     with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be prepacked"):
         choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16), verdicts)
@@ -159,7 +160,7 @@ def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
 def test_a_verdict_without_int8_does_not_apply_to_int8(
     option: dict[str, str], all_are_large: None, tmp_path: Path
 ) -> None:
-    verdicts, model = VerdictCache(tmp_path), others.build("bloom").to(torch.bfloat16)
+    verdicts, model = ResultCache(tmp_path, Verdict), others.build("bloom").to(torch.bfloat16)
     others.build.cache_clear()
     choose(model, verdicts)
     with pytest.raises(ModelError, match="int8 weights and caches need a model that runs packed"):
@@ -167,7 +168,7 @@ def test_a_verdict_without_int8_does_not_apply_to_int8(
 
 
 def test_weights_are_checked_at_every_load(all_are_large: None, tmp_path: Path) -> None:
-    verdicts = VerdictCache(tmp_path)
+    verdicts = ResultCache(tmp_path, Verdict)
     assert choose(zoo.build("llama"), verdicts).proved_on == TWIN
     broken = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
     broken.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
@@ -223,20 +224,26 @@ def test_a_class_without_a_source_file_has_no_verdict(all_are_large: None, tmp_p
     exec("class Written(Base): pass", namespace)
     model = namespace["Written"](zoo.build("llama").config).eval().requires_grad_(False)
     assert verdict_key(model, EngineConfig()) is None
-    assert choose(model, VerdictCache(tmp_path)).proved_on == TWIN
+    assert choose(model, ResultCache(tmp_path, Verdict)).proved_on == TWIN
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("content", ["", "{", "[]", '{"way": {"executor": "rows", "flies": true}}', "\0"])
-def test_a_broken_file_counts_as_missing(content: str, tmp_path: Path) -> None:
-    (tmp_path / "key.json").write_text(content)
-    assert VerdictCache(tmp_path).find("key") is None
+def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
+    verdicts = ResultCache(tmp_path, Verdict)
+    verdicts.keep("key", Verdict(PACKED))
+    whole = (tmp_path / "key").read_bytes()
+    for place in range(len(whole)):
+        for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
+            (tmp_path / "key").write_bytes(damaged)
+            assert verdicts.find("key") is None
+    ResultCache(tmp_path, Way).keep("key", Way("rows"))  # another type, as of another version
+    assert verdicts.find("key") is None
 
 
 def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", None):
-        verdicts = VerdictCache(folder)
+        verdicts = ResultCache(folder, Verdict)
         verdicts.keep("key", Verdict(PACKED))
         assert verdicts.find("key") is None
         verdicts.forget("key")
@@ -244,18 +251,15 @@ def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:
 
 def test_a_verdict_survives_a_round_trip(tmp_path: Path) -> None:
     said = Verdict(Way("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
-    VerdictCache(tmp_path).keep("key", said)
-    assert VerdictCache(tmp_path).find("key") == said
+    ResultCache(tmp_path, Verdict).keep("key", said)
+    assert ResultCache(tmp_path, Verdict).find("key") == said
 
 
-def test_verdicts_are_not_cached_if_caching_is_disabled(
-    twins: list[PreTrainedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(VerdictCache, "of_the_user", lambda: VerdictCache(tmp_path))
-    for options in ({"remember_verdicts": False}, {}, {"remember_verdicts": False}, {}):
-        choose(zoo.build("llama"), **options)
-    assert len(twins) == 3
-    assert len(list(tmp_path.iterdir())) == 1
+def test_a_verdict_is_proved_again_where_that_is_asked_for(twins: list[PreTrainedModel], tmp_path: Path) -> None:
+    for number, verify in enumerate((True, False, True, False)):
+        found = choose(zoo.build("llama"), ResultCache(tmp_path, Verdict), verify=verify)
+        assert found.proved_on == TWIN + EARLIER * (not verify)
+        assert len(twins) == 1 + number // 2
 
 
 def test_the_model_itself_is_proved_if_it_has_no_twin(all_are_large: None, monkeypatch: pytest.MonkeyPatch) -> None:

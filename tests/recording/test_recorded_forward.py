@@ -134,7 +134,7 @@ def test_the_bits_are_those_of_what_was_recorded(
 ) -> None:
     forward = make(dtype)
     with torch.inference_mode():
-        recorded = RecordedForward(record(forward), fuses=fuses)
+        recorded = RecordedForward(encoded(record(forward), fuses=fuses))
         for num_tokens, num_rows in STEPS:
             inputs = step_of(num_tokens, num_rows)
             assert torch.equal(*recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
@@ -151,7 +151,7 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
         return (x * x).sum(-1, keepdim=True)[logit_rows] + x.mean(-1, keepdim=True)[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(record(forward))
+        recorded = RecordedForward(encoded(record(forward)))
         for num_tokens in (1, 2, 40):
             rows = torch.arange(num_tokens)
             assert torch.equal(*recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
@@ -169,7 +169,7 @@ def test_layer_norms_have_the_bits_of_torch_on_any_number_of_threads(dtype: torc
         return (x + more_means).transpose(0, 1)[logit_rows] + means[logit_rows] * deviations[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(record(forward))
+        recorded = RecordedForward(encoded(record(forward)))
         expected = {inputs: forward(*inputs) for inputs in (step_of(*sizes) for sizes in STEPS)}
         for number in (1, 2, 5):
             with torch_threads(number, are_own=True):
@@ -186,7 +186,7 @@ def test_a_pass_may_give_several_tensors() -> None:
         return [(middle * 3)[logit_rows], middle, middle[logit_rows]]
 
     with torch.inference_mode():
-        recorded = RecordedForward(record_forward(forward, MAX_TOKENS))
+        recorded = RecordedForward(encoded(record_forward(forward, MAX_TOKENS)))
         for num_tokens, num_rows in STEPS:
             inputs = step_of(num_tokens, num_rows)
             assert all(map(torch.equal, recorded(*inputs), forward(*inputs)))
@@ -268,7 +268,7 @@ def test_what_is_not_the_same_every_time_is_not_recorded(forward: Forward, reaso
 
 def test_a_program_takes_nothing_but_a_step() -> None:
     with torch.inference_mode():
-        recorded = RecordedForward(record(wide(torch.float32)))
+        recorded = RecordedForward(encoded(record(wide(torch.float32))))
     rows = torch.arange(3)
     for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
         with pytest.raises(RuntimeError, match=r"position|program"):
@@ -291,7 +291,7 @@ def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: py
         return True
 
     with torch.inference_mode():
-        recorded = RecordedForward(record(forward))
+        recorded = RecordedForward(encoded(record(forward)))
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.inflight, "advance_program_run", interrupted)
             with pytest.raises(Interrupted):
@@ -304,7 +304,7 @@ def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: py
 def test_a_run_gives_nothing_before_its_end() -> None:
     rows = torch.arange(3)
     with torch.inference_mode():
-        recorded = RecordedForward(record(wide(torch.float32)))
+        recorded = RecordedForward(encoded(record(wide(torch.float32))))
         run = torch.ops.inflight.new_program_run(rows, rows, rows, recorded._program)
         assert torch.ops.inflight.advance_program_run(run, 1)
         with pytest.raises(RuntimeError, match="a program has not run to its end"):
@@ -316,7 +316,7 @@ def test_a_run_gives_nothing_before_its_end() -> None:
 def test_runs_do_not_write_into_what_others_still_need() -> None:
     """Memory serves again: not that of logits, and not that of a run which has not ended."""
     forward = heads(torch.float32)
-    recorded = RecordedForward(record(forward))
+    recorded = RecordedForward(encoded(record(forward)))
     steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
     expected = [forward(*step) for step in steps]
     for _ in range(2):
@@ -338,7 +338,7 @@ def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
         return TABLE[input_ids].to(torch.float64)[logit_rows]
 
     with torch.inference_mode():
-        codes, *others = encoded(record(forward))
+        codes, *others = encoded(record(forward))[:4]
     float64 = torch.ops.inflight.scalar_type(torch.float64)
     places = [
         place for place in range(1, len(codes) - 2) if codes[place - 1 : place + 3] == [Kind.INTEGER, float64, 0, 0]

@@ -2,7 +2,7 @@
 
 import copy
 import gc
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
 from inflight.execution.kernels import kernels_available
 from inflight.execution.recording import program, recorded_forward
-from inflight.execution.recording.program import RecordedPass
+from inflight.execution.recording.encoding import Program
 from inflight.execution.recording.recorded_forward import RecordedForward
 from tests import zoo
 from tests.execution import this_cpu
@@ -77,18 +77,21 @@ def test_a_model_that_somebody_watches_walks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("wrong", "reason"),
-    [((True,), None), ((True, False), "the recorded forward pass gives other bits")],
+    ("num_wrong", "reason"),
+    [(1, None), (2, "the recorded forward pass gives other bits")],
 )
 def test_a_recording_that_is_wrong_does_not_run(
-    monkeypatch: pytest.MonkeyPatch, wrong: tuple[bool, ...], reason: str | None
+    monkeypatch: pytest.MonkeyPatch, num_wrong: int, reason: str | None
 ) -> None:
     """First row kernels are given up, then the recording."""
 
     class Wrong(RecordedForward):
-        def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
-            super().__init__(recorded, fuses=fuses)
-            self.is_wrong = fuses in wrong
+        made: ClassVar[list[Program]] = []
+
+        def __init__(self, program: Program) -> None:
+            super().__init__(program)
+            self.is_wrong = len(self.made) < num_wrong
+            self.made.append(program)
 
         def __call__(self, *rows: Tensor) -> list[Tensor]:
             return [each + self.is_wrong for each in super().__call__(*rows)]

@@ -60,8 +60,8 @@ class EngineConfig:
         executor: how the model is run: "packed" (all tokens of a step in one row), "rows" (batches of rows, with the
             model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
             proved exact). An executor that is asked for is proved, too.
-        remember_verdicts: whether to keep what was proved on a small copy of a model's class for the next load (in
-            `~/.cache/inflight/verdicts`), as long as class, configuration, versions and machine stay the same.
+        verify: whether to prove the model's exactness even if nothing has changed since a load that proved it. (What a
+            load finds out is cached in `~/.cache/inflight`.)
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
         kv_cache_dtype: of keys and values: "auto" (the model's) or "int8" (one scale for each token and head; half of
@@ -127,7 +127,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     executor: str = "auto"
-    remember_verdicts: bool = True
+    verify: bool = False
     attention_backend: str = "auto"
     kv_cache_dtype: str = "auto"
     quantization: str | None = None
@@ -203,7 +203,7 @@ class EngineConfig:
         switches = (
             "trust_remote_code",
             "enable_prefix_caching",
-            "remember_verdicts",
+            "verify",
             "quantization_minima",
             "record_forward",
         )

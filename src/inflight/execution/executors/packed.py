@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
+from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
@@ -21,6 +22,7 @@ from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
+from inflight.execution.recording.encoding import Program
 from inflight.execution.recording.program import RecordedPass
 from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
 from inflight.execution.recording.recorder import UnrecordableError
@@ -113,7 +115,7 @@ class PackedExecutor:
     @property
     def needs_torch_threads(self) -> bool:
         """Whether torch's operators have work for several threads in a step."""
-        return self._recorded is None or self._recorded.needs_torch_threads
+        return self._recorded is None or self._recorded.program.needs_torch_threads
 
     def keep_states(self, kept: KeptStates) -> None:
         """Keep every token's last hidden state from now on. A model that was recorded walks."""
@@ -176,7 +178,7 @@ class PackedExecutor:
 
     @torch.inference_mode()
     def record(self, max_tokens: int) -> RecordedPass:
-        """Record the forward pass, for `run_recorded`. Raises `UnrecordableError` if that is impossible.
+        """Record the forward pass, for `run_program`. Raises `UnrecordableError` if that is impossible.
 
         Args:
             max_tokens: the most tokens that a step may have.
@@ -194,13 +196,19 @@ class PackedExecutor:
 
         return record_forward(walk, max_tokens)
 
-    def run_recorded(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
-        """Run a recording in every forward pass from now on.
+    def run_program(self, program: Program) -> None:
+        """Run a recorded forward pass in every step from now on."""
+        self._recorded = RecordedForward(program)
 
-        Args:
-            fuses: whether small operators run as row kernels.
-        """
-        self._recorded = RecordedForward(recorded, fuses=fuses)
+    @property
+    def program(self) -> Program | None:
+        """The recorded forward pass that runs; None: the model's own Python runs."""
+        return None if self._recorded is None else self._recorded.program
+
+    @property
+    def attention_calls(self) -> list[int]:
+        """The numbers by which the kernels know the attention calls, in order; empty with any other backend."""
+        return [cache.call for cache in self._caches if isinstance(cache, CpuCache)]
 
     def walk(self) -> None:
         """Run the model's own Python in every forward pass from now on."""

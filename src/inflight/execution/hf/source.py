@@ -4,6 +4,7 @@
 import os
 from pathlib import Path
 
+from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from inflight.contracts.config import EngineConfig
@@ -39,6 +40,22 @@ def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrai
     except Exception as error:
         hint = f"; of a repository of GGUF files, name one: {name}:Q4_K_M" if "gguf" in name.lower() else ""
         raise ModelError(f"the model {name!r} cannot be loaded: {first_line(error)}{hint}") from error
+
+
+def checkpoint_files(
+    source: str | os.PathLike[str], config: EngineConfig, model_config: PreTrainedConfig
+) -> list[Path]:
+    """The files that a model was loaded from, and all beside them."""
+    gguf = find_gguf(source, config.revision)
+    if gguf is not None:
+        return sorted({entry.path for entry in GgufHeader.read(gguf).tensors.values()})
+    folder = Path(os.path.expanduser(source))
+    if not folder.is_dir():
+        found = try_to_load_from_cache(str(source), "config.json", revision=model_config._commit_hash)
+        if not isinstance(found, str):
+            raise FileNotFoundError(f"{source} is not in the hub's cache")
+        folder = Path(found).parent
+    return [path for path in folder.iterdir() if path.is_file()]
 
 
 def first_line(error: Exception) -> str:

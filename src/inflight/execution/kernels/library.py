@@ -48,7 +48,7 @@ def load_library() -> str:
 
 def carried_library() -> Path | None:
     """The best in the package for this CPU and this torch, if there is one."""
-    can = set(_instruction_sets().split())
+    can = set(instruction_sets().split())
     if "amx_tile" in can and not _may_use_matrix_unit():
         can.remove("amx_tile")
     for target in reversed(TARGETS.get(platform.machine(), ())):
@@ -108,7 +108,7 @@ def _digest() -> str:
     for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
         digest.update(source.read_bytes())
     torch_build = (torch.__version__, str(torch.version.git_version))
-    for part in (*torch_build, *FLAGS, *_native_flags(), _instruction_sets()):
+    for part in (*torch_build, *FLAGS, *_native_flags(), instruction_sets()):
         digest.update(part.encode() + b"\0")
     digest.update(subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout)
     return digest.hexdigest()[:20]
@@ -117,7 +117,7 @@ def _digest() -> str:
 def _native_flags() -> list[str]:
     """The compiler's, for this CPU."""
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
-    without = ["-mno-amx-tile"] if " amx_tile " in _instruction_sets() and not _may_use_matrix_unit() else []
+    without = ["-mno-amx-tile"] if " amx_tile " in instruction_sets() and not _may_use_matrix_unit() else []
     return [f"{option}=native", *without]
 
 
@@ -127,7 +127,7 @@ def _may_use_matrix_unit() -> bool:
     return bool(ctypes.CDLL(None).syscall(arch_prctl, request_permission, tile_data) == 0)
 
 
-def _instruction_sets() -> str:
+def instruction_sets() -> str:
     """What this CPU can do, as the operating system reports it."""
     lines = Path("/proc/cpuinfo").read_text().split("\n")
     kinds = ("flags", "Features", "model name", "CPU part")

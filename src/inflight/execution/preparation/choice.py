@@ -26,6 +26,7 @@ from inflight.execution.preparation.agreement import (
     as_model_error,
     precision_of,
 )
+from inflight.execution.preparation.kept_program import KeptProgram
 from inflight.execution.preparation.own_attention import (
     find_way,
     make_executor,
@@ -35,8 +36,9 @@ from inflight.execution.preparation.own_attention import (
 from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
 from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.report import PreparationReport
+from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.preparation.twin import make_twin
-from inflight.execution.preparation.verdict import Verdict, VerdictCache, Way, verdict_key
+from inflight.execution.preparation.verdict import Verdict, Way, verdict_key
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.linears import LetGo
@@ -47,8 +49,10 @@ logger = logging.getLogger(__name__)
 LARGE = 300_000_000
 """A model of more parameters is not proved itself: that would take longer than a proof on its twin."""
 PACKED = Way("packed")
-ITSELF, TWIN, EARLIER = "the model itself", "a float32 twin", "a float32 twin, at an earlier load"
+ITSELF, TWIN = "the model itself", "a float32 twin"
 """What a way can be proved on, in the words of `model_info`."""
+EARLIER = ", at an earlier load"
+"""Follows these words."""
 
 MakeExecutor: TypeAlias = Callable[[int, int], Executor]
 """Makes an executor for a block size and a number of slots."""
@@ -61,21 +65,44 @@ class ChosenExecutor:
     Attributes:
         make_executor: makes the executor, with a cache that is not allocated yet.
         attention_backend: the name of what computes attention.
+        verdict: why this one.
         proved_on: what it was proved on, in words.
     """
 
     make_executor: MakeExecutor
     attention_backend: str
+    verdict: Verdict
     proved_on: str
     report: PreparationReport
+
+
+@dataclass(frozen=True, slots=True)
+class Preparation:
+    """What was found out about a model, as plain data for the next load of its files.
+
+    Attributes:
+        verdict, proved_on, report: as in `ChosenExecutor`.
+        program: its recorded forward pass; None: every step runs in Python.
+        why_not_recorded: why; None: it is recorded, or was not to be.
+        step: a digest of the bits that it gives for a few tokens.
+    """
+
+    verdict: Verdict
+    proved_on: str
+    report: PreparationReport
+    program: KeptProgram | None
+    why_not_recorded: str | None
+    step: bytes
 
 
 def choose_executor(
     model: PreTrainedModel,
     config: EngineConfig,
     let_go: LetGo | None = None,
-    verdicts: VerdictCache | None = None,
+    verdicts: ResultCache[Verdict] | None = None,
     rank: Rank | None = None,
+    known: Preparation | None = None,
+    is_listed: bool = False,
 ) -> ChosenExecutor:
     """Prove one of the executors that `config` allows, and prepare the model for it.
 
@@ -84,6 +111,9 @@ def choose_executor(
         let_go: called with each weight as soon as it is prepacked.
         verdicts: what twins have shown before; None takes the user's.
         rank: whose part of the model is to run; None: all of it.
+        known: what an earlier preparation of the same model found: nothing is proved.
+        is_listed: whether its class is one of `transformers`' own, unchanged, as in the census. Such a class is proved
+            on a twin.
 
     Raises:
         ModelError: no executor is exact; with all reasons.
@@ -94,8 +124,9 @@ def choose_executor(
             f"{type(model).__name__} is an encoder-decoder; inflight runs decoder-only causal language models"
         )
     if verdicts is None:
-        verdicts = VerdictCache.of_the_user() if config.remember_verdicts else VerdictCache(None)
-    return _Search(model, config, let_go, verdicts, rank).choose()
+        verdicts = ResultCache.of_the_user(Verdict)
+    search = _Search(model, config, let_go, verdicts, rank, is_listed=is_listed)
+    return search.choose() if known is None else search.take(known)
 
 
 class _Search:
@@ -106,8 +137,10 @@ class _Search:
         model: PreTrainedModel,
         config: EngineConfig,
         let_go: LetGo | None,
-        verdicts: VerdictCache,
+        verdicts: ResultCache[Verdict],
         rank: Rank | None,
+        *,
+        is_listed: bool,
     ) -> None:
         self._model = model
         self._config = config
@@ -116,18 +149,25 @@ class _Search:
         self._rank = rank
         self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._is_precise = precision_of(model) is FULL_PRECISION
-        self._is_proved_itself = self._is_precise and not self._is_large
+        self._is_proved_itself = self._is_precise and not self._is_large and not is_listed
         self._reasons: dict[str, str] = {}
         """For each way that was proved on a twin but is wrong for the model itself: why."""
         self._failed: list[Verdict] = []
 
+    def take(self, known: Preparation) -> ChosenExecutor:
+        """What was chosen for the same model before."""
+        choice = self._prepare(known.verdict, known.proved_on.removesuffix(EARLIER) + EARLIER, known.report)
+        self._tell(known.verdict, choice)
+        return choice
+
     def choose(self) -> ChosenExecutor:
+        """The first of the allowed ones that is exact."""
         executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
         if self._rank is not None:
             executors = ["packed"]
         in_use = attention_in_use(self._model)
         key = None
-        if self._verdicts.remembers and not self._is_proved_itself:
+        if self._verdicts.keeps and not self._is_proved_itself:
             key = verdict_key(self._model, self._config)
         while True:
             verdict, proved_on = self._prove(executors, key)
@@ -164,9 +204,9 @@ class _Search:
         """A verdict, and what it was proved on, in words."""
         if self._is_proved_itself:
             return self._first_exact(executors, self._model, self._plain), ITSELF
-        remembered = self._verdicts.find(key)
-        if remembered is not None:
-            return remembered, EARLIER
+        cached = None if self._config.verify else self._verdicts.find(key)
+        if cached is not None:
+            return cached, TWIN + EARLIER
         try:
             with _no_tensor_float(self._model.device):
                 twin = make_twin(self._model)
@@ -237,16 +277,16 @@ class _Search:
 
     # --------------------------------------------------------------------------------------- the model itself
 
-    def _prepare(self, verdict: Verdict, proved_on: str) -> ChosenExecutor:
+    def _prepare(self, verdict: Verdict, proved_on: str, known: PreparationReport | None = None) -> ChosenExecutor:
         """Prepare the model. Raises `ModelError` if it does not give its plain results."""
         model, config, way = self._model, self._config, verdict.way
-        is_large = self._is_large and proved_on != ITSELF
+        is_short = proved_on != ITSELF
         if way != PACKED:
-            report = prepare_own_attention(model, verdict, is_large=is_large, let_go=self._let_go)
-            report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
-            return ChosenExecutor(
-                partial(make_executor, way, model), str(model.config._attn_implementation), proved_on, report
-            )
+            report = prepare_own_attention(model, verdict, is_large=is_short, let_go=self._let_go, known=known)
+            if known is None:
+                report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
+            name = str(model.config._attn_implementation)
+            return ChosenExecutor(partial(make_executor, way, model), name, verdict, proved_on, report)
 
         def backend(block_size: int) -> AttentionBackend:
             name, stored = config.attention_backend, config.kv_cache_dtype
@@ -257,11 +297,13 @@ class _Search:
             backend,
             weight_format=find_format(config.quantization, config.quantization_arithmetic),
             rounds_cache=config.kv_cache_dtype != "auto",
-            is_large=is_large,
+            is_large=is_short,
             let_go=self._let_go,
             rank=self._rank,
+            known=known,
         )
-        report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
+        if known is None:
+            report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
 
         def make(block_size: int, num_slots: int) -> Executor:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
@@ -269,7 +311,7 @@ class _Search:
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
             return PackedExecutor(model, attention, grouping, report.min_rows)
 
-        return ChosenExecutor(make, backend(config.block_size).name, proved_on, report)
+        return ChosenExecutor(make, backend(config.block_size).name, verdict, proved_on, report)
 
 
 def _notes_on_generate(verdict: Verdict) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ from inflight.execution.preparation.proof import (
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.verdict import Verdict, Way
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
-from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
 from inflight.execution.weights.prepacked_linear import can_prepack
 
@@ -149,7 +149,12 @@ def _small(way: Way, plain: PlainModel) -> Executor:
 
 
 def prepare_own_attention(
-    model: PreTrainedModel, verdict: Verdict, *, is_large: bool = False, let_go: LetGo | None = None
+    model: PreTrainedModel,
+    verdict: Verdict,
+    *,
+    is_large: bool = False,
+    let_go: LetGo | None = None,
+    known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model for the way that was proved, and compare it with its plain results.
 
@@ -157,12 +162,17 @@ def prepare_own_attention(
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
         is_large: whether the comparison is short.
         let_go: called with each weight as soon as it is prepacked.
+        known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
         ModelError: the model does not give its plain results.
         PrepackingError: it does not give them after prepacking.
     """
-    way = verdict.way
+    if known is not None:
+        if known.linear_calls is not None:
+            prepack_weights(model, known.linear_calls, let_go)
+        return known
+    way, linear_calls = verdict.way, None
     with as_model_error(f"{type(model).__name__} does not run as {way}: "):
         plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
         if verdict.is_generated:
@@ -170,7 +180,7 @@ def prepare_own_attention(
         error = _compare(way, plain)
     if can_prepack(model) and verdict.why_not_prepacked is None:
         try:
-            prepack_weights(model, let_go)
+            linear_calls = prepack_weights(model, let_go=let_go)
             error = _compare(way, plain)
         except Exception as failure:
             raise PrepackingError(model) from failure
@@ -185,7 +195,11 @@ def prepare_own_attention(
     if way.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
     return PreparationReport(
-        max_model_len=max_model_len, logits_error=error, vocab_size=plain.vocab_size, notes=tuple(notes)
+        max_model_len=max_model_len,
+        logits_error=error,
+        vocab_size=plain.vocab_size,
+        linear_calls=linear_calls,
+        notes=tuple(notes),
     )
 
 
@@ -196,13 +210,27 @@ def _compare(way: Way, plain: PlainModel) -> float:
     return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf)
 
 
+def prepack_weights(
+    model: PreTrainedModel, calls: LinearCalls | None = None, let_go: LetGo | None = None
+) -> LinearCalls:
+    """Replace the experts and linear layers of `model` by prepacked ones.
+
+    Args:
+        calls: what a forward pass does with linear layers; None: one is watched.
+        let_go: called with each weight.
+
+    Returns the calls."""
+    calls = calls or _watched_calls(model)
+    prepack_experts(model, let_go=let_go)
+    prepack_linears(model, calls, let_go=let_go)
+    prepack_routers(model)
+    return calls
+
+
 @torch.inference_mode()
-def prepack_weights(model: PreTrainedModel, let_go: LetGo | None = None) -> None:
-    """Replace the experts and linear layers of `model` by prepacked ones; `let_go` is called with each weight."""
+def _watched_calls(model: PreTrainedModel) -> LinearCalls:
     tokens = torch.arange(PREPACKING_RUN_LENGTH, device=model.device)[None] % num_embeddings(model)
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     with watch_linears(model) as calls:
         model(input_ids=tokens[:, :limit], use_cache=False)
-    prepack_experts(model, let_go=let_go)
-    prepack_linears(model, calls, let_go=let_go)
-    prepack_routers(model)
+    return calls

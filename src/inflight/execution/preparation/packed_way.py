@@ -73,7 +73,7 @@ from inflight.execution.weights.experts import (
     prepack_routers,
 )
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.linear_calls import watch_linears
+from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
 
@@ -124,6 +124,7 @@ def prepare_packed(
     is_large: bool = False,
     let_go: LetGo | None = None,
     rank: Rank | None = None,
+    known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
 
@@ -134,11 +135,19 @@ def prepare_packed(
         is_large: whether the comparison is short.
         let_go: called with each weight as soon as it is prepacked.
         rank: whose part of the model is to run, beside the other ranks; None: all of it.
+        known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
         ModelError: the model does not give its plain results, or cannot be divided.
         PrepackingError: it does not give them after prepacking.
     """
+    if known is not None:
+        use_attention(model, "inflight")
+        if known.linear_calls is not None:
+            _prepack(model, known.linear_calls, weight_format, let_go)
+        if known.router_rows is not None:
+            pad_routers(model, known.router_rows)
+        return known
     with _refusing(model):
         workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
@@ -154,16 +163,15 @@ def prepare_packed(
         if not is_large:
             proof.check_neighbours_and_rows(executor)
         prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)
+        router_rows = None
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
-            prepack_experts(model, weight_format, let_go)
-            prepack_linears(model, proof.linear_calls, weight_format, let_go)
-            prepack_routers(model)
+            _prepack(model, proof.linear_calls, weight_format, let_go)
             if tolerance is not FULL_PRECISION or rounds:
                 tolerance = ROUNDED_ANEW
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
-            is_batch_invariant = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
+            is_batch_invariant, router_rows = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
             raise PrepackingError(model) from error
     return PreparationReport(
@@ -174,9 +182,17 @@ def prepare_packed(
         vocab_size=proof.vocab_size,
         is_batch_invariant=is_batch_invariant,
         min_rows=executor.min_rows,
+        router_rows=router_rows,
+        linear_calls=proof.linear_calls if prepacks else None,
         max_row_len=max_row_len(model.config.get_text_config()),
         notes=tuple(notes),
     )
+
+
+def _prepack(model: PreTrainedModel, calls: LinearCalls, weight_format: WeightFormat, let_go: LetGo | None) -> None:
+    prepack_experts(model, weight_format, let_go)
+    prepack_linears(model, calls, weight_format, let_go)
+    prepack_routers(model)
 
 
 def _refusing(model: PreTrainedModel) -> AbstractContextManager[None]:
@@ -294,17 +310,20 @@ class PackedProof:
             raise ModelError(f"{name} gives other rows of logits than those it is asked for")
 
 
-def _make_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
+def _make_batch_invariant(
+    executor: PackedExecutor, vocab_size: int, *, is_large: bool
+) -> tuple[bool, RouterRows | None]:
     """Find the fewest rows with which a prepacked model is batch-invariant, and with which its routers are. Returns
-    whether it is."""
+    whether it is, and the latter."""
+    router_rows = None
     if not executor.backend.is_batch_invariant:
-        return False
+        return False, router_rows
     for min_rows, router_rows in _numbers_of_rows(executor.model):
         executor.min_rows = min_rows
         pad_routers(executor.model, router_rows)
         if _is_batch_invariant(executor, vocab_size, is_large=is_large):
-            return True
-    return False
+            return True, router_rows
+    return False, router_rows
 
 
 def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]:

@@ -1,6 +1,8 @@
 """`prepare`: from a model's name to a model that is loaded, proved exact, made fast, and has its cache."""
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,13 +21,16 @@ from inflight.execution.hf.load import (
     own_tensors,
     resolve_dtype,
 )
-from inflight.execution.hf.source import read_config
+from inflight.execution.hf.source import checkpoint_files, first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.agreement import PrepackingError
-from inflight.execution.preparation.choice import choose_executor
+from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
-from inflight.execution.preparation.recording_proof import prove_recording
+from inflight.execution.preparation.kept_program import linked, unlinked
+from inflight.execution.preparation.recording_proof import digest_of_step, prove_recording
+from inflight.execution.preparation.result_cache import ResultCache
+from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
@@ -65,12 +70,17 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
         PrepackingError: it cannot be prepacked, and no other executor may run it.
     """
+    reason = None
     try:
         return _prepare(source, config, rank)
+    except StalePreparationError as error:
+        logger.warning("%s; the model is loaded and proved again", error)
     except PrepackingError as error:
         if config.executor != "auto" or rank is not None:
             raise
         reason = f"not packed: {error}: {error.__cause__}"
+    if reason is None:
+        return prepare(source, replace(config, verify=True), rank)
     logger.warning("%s; the model is loaded again", reason)  # the first one is gone with the error's traceback
     try:
         prepared = _prepare(source, replace(config, executor="rows"), None)
@@ -79,12 +89,32 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
     return replace(prepared, info=replace(prepared.info, notes=(reason, *prepared.info.notes)))
 
 
+class StalePreparationError(Exception):
+    """What an earlier load found out is not so."""
+
+
+@contextmanager
+def _as_stale(known: Preparation | None) -> Iterator[None]:
+    """Inside, any error is a `StalePreparationError` if something is known from an earlier load."""
+    try:
+        yield
+    except Exception as error:
+        if known is None:
+            raise
+        raise StalePreparationError(f"what an earlier load found out does not hold ({first_line(error)})") from error
+
+
 def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> PreparedModel:
     if isinstance(source, PreTrainedModel):
         checkpoint_dtype = source.dtype
     else:
         checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
     model = load_model(source, config, in_own_dtype=rounding_of(config) is not None)
+    is_listed = not isinstance(source, PreTrainedModel) and type(model).__module__.startswith("transformers.models.")
+    cache, key = ResultCache.of_the_user(Preparation), None
+    if is_listed and rank is None and cache.keeps and model.device.type == "cpu":
+        key = preparation_key(model, config, checkpoint_files(source, config, model.config))
+    known = None if config.verify else cache.find(key)
     digest = None if config.prefix_cache_dir is None else digest_of_weights(model)
     is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
@@ -96,7 +126,9 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
     if config.adapters is not None:
         make_embedding_adaptable(model)
-    choice = choose_executor(model, config, let_go_of_file_pages if is_loaded_here else None, rank=rank)
+    let_go = let_go_of_file_pages if is_loaded_here else None
+    with _as_stale(known):
+        choice = choose_executor(model, config, let_go, rank=rank, known=known, is_listed=is_listed)
     if is_loaded_here:
         own_tensors(model)
         give_back_freed_memory()
@@ -108,11 +140,24 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
     adapters = None
     if config.adapters is not None:
         adapters = Adapters(executor, config.block_size, config.adapter_memory)
-    may_record = config.record_forward and model.device.type == "cpu"
-    if may_record and isinstance(executor, PackedExecutor):
-        reason = prove_recording(executor, config, info.num_blocks)
+    reason = None if known is None else known.why_not_recorded
+    if isinstance(executor, PackedExecutor) and config.record_forward and model.device.type == "cpu":
+        if known is None:
+            reason = prove_recording(executor, config, info.num_blocks)
+        elif known.program is not None:
+            with _as_stale(known):
+                executor.run_program(linked(known.program, executor))
         note = () if reason is None else (f"every step runs in Python: {reason}",)
         info = replace(info, is_recorded=reason is None, notes=info.notes + note)
+    if key is not None:
+        with _as_stale(known):
+            step = digest_of_step(executor, config.block_size, info.num_blocks)
+            if known is not None and step != known.step:
+                raise ModelError("a few tokens get other bits")
+        program = unlinked(executor) if isinstance(executor, PackedExecutor) else None
+        if known is None and (program is not None) == info.is_recorded:
+            found = Preparation(choice.verdict, choice.proved_on, choice.report, program, reason, step)
+            cache.keep(key, found)
     return PreparedModel(model, executor, info, digest, adapters)
 
 

@@ -5,12 +5,15 @@ from array import array
 from collections.abc import Iterator, Sequence
 
 import torch
+import xxhash
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.plan import Span, StepPlan
-from inflight.execution.executors import PackedExecutor
+from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.proof import draw_prompts
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.recording.encoding import encoded
 from inflight.execution.recording.recorder import UnrecordableError
 
 logger = logging.getLogger(__name__)
@@ -22,7 +25,7 @@ PROMPT_LENGTH = 10
 def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
     """Let an executor, whose cache nobody uses yet, run a recorded forward pass, if that gives the same bits. Returns
     why it does not; None: it does."""
-    batches = list(_batches(executor, config.block_size, num_blocks))
+    batches = list(_batches(executor, config.block_size, num_blocks, in_two=True))
     walked = [executor.outputs(batch) for batch in batches]
     try:
         recorded = executor.record(config.max_num_batched_tokens)
@@ -31,7 +34,7 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
     reason = ""
     for fuses in (True, False):
         try:
-            executor.run_recorded(recorded, fuses=fuses)
+            executor.run_program(encoded(recorded, fuses=fuses))
             if all(_are_equal(executor.outputs(batch), each) for batch, each in zip(batches, walked, strict=True)):
                 return None
             reason = "the recorded forward pass gives other bits"
@@ -42,12 +45,21 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
     return reason
 
 
+@torch.inference_mode()
+def digest_of_step(executor: Executor, block_size: int, num_blocks: int) -> bytes:
+    """A digest of the bits that an executor, whose cache nobody uses yet, gives for a few tokens."""
+    (batch,) = _batches(executor, block_size, num_blocks, in_two=False)
+    logits = executor.forward(batch)
+    executor.release([0])
+    return xxhash.xxh3_128_digest(logits.cpu().contiguous().view(torch.uint8).numpy().data)
+
+
 def _are_equal(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
     return all(torch.equal(each, other) for each, other in zip(outputs, others, strict=True))
 
 
-def _batches(executor: PackedExecutor, block_size: int, num_blocks: int) -> Iterator[RaggedBatch]:
-    """A prompt in two steps, of which all logits are wanted."""
+def _batches(executor: Executor, block_size: int, num_blocks: int, *, in_two: bool) -> Iterator[RaggedBatch]:
+    """A prompt in one step or in two, of which all logits are wanted."""
     needed = min(num_blocks, -(-PROMPT_LENGTH // block_size))
     # Where there are fewer blocks than that, groups read what others wrote: the same each time, as it has to be.
     tables = [
@@ -55,8 +67,8 @@ def _batches(executor: PackedExecutor, block_size: int, num_blocks: int) -> Iter
         for group in range(len(executor.cache_groups))
     ]
     length = min(PROMPT_LENGTH, needed * block_size)
-    (prompt,) = draw_prompts(executor.model.get_input_embeddings().weight.shape[0], [length])
-    for start, end in ((0, length - 1), (length - 1, length)):
+    (prompt,) = draw_prompts(num_embeddings(executor.model), [length])
+    for start, end in ((0, length - 1), (length - 1, length)) if in_two else ((0, length),):
         if start < end:
             span = Span(0, 0, start, list(prompt[start:end]), end - start, length)
             plan = StepPlan((span,), tuple((table,) for table in tables))

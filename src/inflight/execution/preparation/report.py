@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import MIN_ROWS
+from inflight.execution.weights.experts import RouterRows
+from inflight.execution.weights.linear_calls import LinearCalls
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +22,8 @@ class PreparationReport:
         vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
         is_batch_invariant: whether logits were the same bits alone, in company, and in chunks.
         min_rows: rows that a step has at least, as `PackedExecutor` takes it.
+        router_rows: with how many rows routers run; None: there are none, or the model is not prepacked.
+        linear_calls: what a forward pass did with linear layers; None: the model is not prepacked.
         max_row_len: the longest row, in tokens, that the model runs exactly; None: any.
         notes: what was limited, and why.
     """
@@ -31,5 +35,7 @@ class PreparationReport:
     vocab_size: int
     is_batch_invariant: bool = False
     min_rows: int = MIN_ROWS
+    router_rows: RouterRows | None = None
+    linear_calls: LinearCalls | None = None
     max_row_len: int | None = None
     notes: tuple[str, ...]

@@ -1,8 +1,8 @@
-"""What a proof has shown, as plain data, and a folder that remembers what twins have shown.
+"""What a proof has shown, as plain data, and the keys by which it is cached.
 
 A twin has random weights, so what it shows holds for every model of its class and configuration, as long as no code
-changes that is involved. The proof is therefore not repeated at every load. (The comparison of the model itself with
-its plain results is.)
+changes that is involved (`verdict_key`). What was found out about a model itself holds for its files, on this machine,
+with the same options (`preparation_key`).
 """
 
 import hashlib
@@ -10,10 +10,10 @@ import inspect
 import json
 import logging
 import os
+import platform
 import sys
-import tempfile
-from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
-from inflight.execution.kernels import cache_folder, kernels_in_use
+from inflight.execution.kernels import kernels_in_use, library
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 """Entries of a configuration that make no difference to a twin."""
 SOURCES = Path(__file__).parents[1]
 """The code that decides how a model runs."""
+ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
+"""Beginnings of the names of variables that change what runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,71 +82,6 @@ class Verdict:
         """Whether the engine gives what `model.generate` gives."""
         return self.is_generated or self.generate_difference == 0.0
 
-    def to_json(self) -> str:
-        """The verdict in one line."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, line: str) -> "Verdict":
-        """The inverse of `to_json`. Raises `ValueError`, `TypeError` or `KeyError` for any other line."""
-        values = json.loads(line)
-        return cls(**(values | {"way": Way(**values["way"])}))
-
-
-class VerdictCache:
-    """Verdicts in files, each named by a digest of everything that the verdict depends on. A folder that cannot be read
-    or written counts as empty.
-
-    Args:
-        folder: None remembers nothing.
-    """
-
-    def __init__(self, folder: Path | None) -> None:
-        self._folder = folder
-
-    @property
-    def remembers(self) -> bool:
-        """Whether there is a folder."""
-        return self._folder is not None
-
-    @classmethod
-    def of_the_user(cls) -> "VerdictCache":
-        """The one beside the user's kernels; remembers nothing if `INFLIGHT_REMEMBER_VERDICTS` is 0."""
-        if os.environ.get("INFLIGHT_REMEMBER_VERDICTS") == "0":
-            return cls(None)
-        try:
-            return cls(cache_folder() / "verdicts")
-        except OSError:
-            return cls(None)
-
-    def find(self, key: str | None) -> Verdict | None:
-        """The verdict for a key, if it is remembered."""
-        if self._folder is None or key is None:
-            return None
-        try:
-            return Verdict.from_json((self._folder / f"{key}.json").read_text())
-        except (OSError, ValueError, TypeError, KeyError):
-            return None
-
-    def keep(self, key: str | None, verdict: Verdict) -> None:
-        """Remember a verdict for the next load."""
-        if self._folder is None or key is None:
-            return
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=self._folder) as folder:
-                whole = Path(folder) / "verdict.json"
-                whole.write_text(verdict.to_json())
-                os.replace(whole, self._folder / f"{key}.json")
-        except OSError as error:
-            logger.info("what the proof has shown cannot be remembered: %s", error)
-
-    def forget(self, key: str | None) -> None:
-        """Remove a verdict that turned out to be wrong."""
-        if self._folder is not None and key is not None:
-            with suppress(OSError):
-                (self._folder / f"{key}.json").unlink(missing_ok=True)
-
 
 def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
     """A digest of everything that the verdict on a model's twin depends on; None if some of it cannot be read, such as
@@ -152,12 +89,30 @@ def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
     try:
         return _digest(model, config)
     except Exception as error:
-        logger.debug("what is proved of %s cannot be remembered: %r", type(model).__name__, error)
+        logger.debug("what is proved of %s cannot be cached: %r", type(model).__name__, error)
         return None
 
 
-def _digest(model: PreTrainedModel, config: EngineConfig) -> str:
-    parts: dict[str, Any] = {
+def preparation_key(model: PreTrainedModel, config: EngineConfig, files: Sequence[Path]) -> str | None:
+    """A digest of everything that the preparation of a model, which was loaded from `files`, depends on; None if some
+    of it cannot be read."""
+    try:
+        stats = {path.name: path.stat() for path in files}
+        return _digest(
+            model,
+            config,
+            files=[(name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items())],
+            whole=(model.config.to_dict() | {"_name_or_path": ""}, asdict(replace(config, verify=False))),
+            environment=sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)),
+            machine=(library.instruction_sets(), torch.get_num_threads(), platform.machine()),
+        )
+    except Exception as error:
+        logger.debug("the preparation of %s cannot be cached: %r", type(model).__name__, error)
+        return None
+
+
+def _digest(model: PreTrainedModel, config: EngineConfig, **more: Any) -> str:
+    parts: dict[str, Any] = more | {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_THE_SHAPE},
         "wanted": (config.executor, config.attention_backend, config.quantization, config.kv_cache_dtype),

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from enum import IntEnum
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
@@ -39,12 +39,32 @@ class Piece(IntEnum):
     LINEAR = 2
 
 
-Encoded: TypeAlias = tuple[list[int], list[float], list[str], list[torch.Tensor]]
-"""Codes, the numbers and words that they name, and constants."""
+HANDLES = ("linear", "call", "experts", "step", "exchange")
+"""Arguments of our operators that are numbers by which the kernels know an object of this process."""
+MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
+"""Parts of the names of torch's operators that are work for several threads."""
 
 
-def encoded(recorded: RecordedPass, *, fuses: bool = True) -> Encoded:
-    """What the operator `new_program` takes.
+class Program(NamedTuple):
+    """A forward pass as the kernels read it.
+
+    Attributes:
+        codes, numbers, words, constants: what the operator `new_program` takes: codes, the numbers and words that they
+            name, and the tensors that are there before the pass begins.
+        handles: the kinds of the handles (`HANDLES`) among the codes, by their places.
+        needs_torch_threads: whether torch's operators have work for several threads.
+    """
+
+    codes: list[int]
+    numbers: list[float]
+    words: list[str]
+    constants: list[torch.Tensor]
+    handles: dict[int, str]
+    needs_torch_threads: bool
+
+
+def encoded(recorded: RecordedPass, *, fuses: bool = True) -> Program:
+    """The program of a recorded pass.
 
     Args:
         fuses: whether small operators run as row kernels.
@@ -55,7 +75,10 @@ def encoded(recorded: RecordedPass, *, fuses: bool = True) -> Encoded:
         work, stored = list(recorded.calls), [[] for _ in recorded.calls]
     writer = _Writer()
     writer.program(recorded, work, stored)
-    return writer.codes, writer.numbers, writer.words, list(recorded.constants.values())
+    names = [call.name for call in recorded.calls if call.name.startswith("aten::")]
+    needs_torch_threads = any(part in name for name in names for part in MULTIPLYING)
+    constants = list(recorded.constants.values())
+    return Program(writer.codes, writer.numbers, writer.words, constants, writer.handles, needs_torch_threads)
 
 
 class _Writer:
@@ -63,6 +86,7 @@ class _Writer:
         self.codes: list[int] = []
         self.numbers: list[float] = []
         self.words: list[str] = []
+        self.handles: dict[int, str] = {}
 
     def program(self, recorded: RecordedPass, work: Sequence[Work], stored: Sequence[list[int]]) -> None:
         values = {view.value for call in recorded.calls for view in (*call.inputs, *call.outputs)}
@@ -89,11 +113,14 @@ class _Writer:
         self._word(schema.overload_name)
         self.codes.append(len(call.arguments))
         for argument, given in zip(schema.arguments, call.arguments, strict=True):
+            if call.operator.namespace == "inflight" and argument.name in HANDLES:
+                self.handles[len(self.codes) + 1] = argument.name  # after its kind
             self._argument(given, is_tensor="Tensor" in str(argument.type))
         self._list(self.codes.append, [view.value for view in call.outputs])
 
     def _linear(self, call: Call) -> None:
         rows, number, _ = call.arguments
+        self.handles[len(self.codes)] = "linear"
         self.codes.append(number.fixed)
         self._view(rows)
         self.codes.append(call.outputs[0].value)

@@ -11,7 +11,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from inflight.execution.kernels import delete_with
-from inflight.execution.recording.encoding import encoded
+from inflight.execution.recording.encoding import Program
 from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
 from inflight.execution.recording.recorder import Recording, UnrecordableError
 
@@ -24,25 +24,17 @@ MAX_SHORT, ITEMS_AT_ONCE = 64, 4
 kernels run in each call."""
 
 
-MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
-"""Parts of the names of torch's operators that are work for several threads."""
-
-
 class RecordedForward:
     """Takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to what the pass gives; T and R are at
     least 1.
 
-    Args:
-        fuses: whether small operators run as row kernels.
-
     Attributes:
-        needs_torch_threads: whether torch's operators have work for several threads.
+        program: what it runs.
     """
 
-    def __init__(self, recorded: RecordedPass, *, fuses: bool = True) -> None:
-        names = [call.name for call in recorded.calls if call.name.startswith("aten::")]
-        self.needs_torch_threads = any(part in name for name in names for part in MULTIPLYING)
-        self._program: int = torch.ops.inflight.new_program(*encoded(recorded, fuses=fuses))
+    def __init__(self, program: Program) -> None:
+        self.program = program
+        self._program: int = torch.ops.inflight.new_program(*program[:4])
         delete_with(self, torch.ops.inflight.delete_program, self._program)
 
     def __call__(self, *rows: torch.Tensor) -> list[torch.Tensor]:

@@ -44,7 +44,7 @@ class PrepackedExperts:
         self.down = _prepack_each(module, self.down_name, weight_format, let_go)
         self.num_chosen = len(self.up)
         self._activation = self._usual_activation(module)
-        self._number = self._register()
+        self.number = self._register()
 
     def _usual_activation(self, module: Any) -> tuple[str, str]:
         """That of a gate which our kernel knows; "none" for any other."""
@@ -66,22 +66,22 @@ class PrepackedExperts:
     @property
     def run_in_kernel(self) -> bool:
         """Whether our kernel knows them."""
-        return self._number is not None
+        return self.number is not None
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Tokens `[T, hidden]` and the numbers of their experts `[T, K]` int64; returns `[T * K, hidden]`, in which the
         row of an expert that does not exist is 0."""
         outputs: torch.Tensor
         self.num_chosen = chosen.shape[1]
-        if self._number is None:
+        if self.number is None:
             return self._run_one_by_one(module, hidden_states, chosen)
         if self._activation[0] != "none":
-            outputs = torch.ops.inflight.experts.default(hidden_states, chosen, self._number)
+            outputs = torch.ops.inflight.experts.default(hidden_states, chosen, self.number)
             return outputs
         up, down = self.up[0].out_features, self.down[0].out_features
-        projected = torch.ops.inflight.experts_up.default(hidden_states, chosen, self._number, up)
+        projected = torch.ops.inflight.experts_up.default(hidden_states, chosen, self.number, up)
         inner = _between(module, projected)
-        outputs = torch.ops.inflight.experts_down.default(inner, chosen, self._number, down)
+        outputs = torch.ops.inflight.experts_down.default(inner, chosen, self.number, down)
         if module.has_post_expert_norm:
             outputs = module.post_expert_norm(outputs)
         return outputs

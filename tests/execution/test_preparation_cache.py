@@ -1,0 +1,211 @@
+"""A second start of the same files neither proves nor records, and gives the same bits; any change starts anew."""
+
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from inflight import LLM, SamplingParams
+from inflight.contracts.config import EngineConfig
+from inflight.execution.hf.load import load_model
+from inflight.execution.hf.source import checkpoint_files
+from inflight.execution.kernels import library
+from inflight.execution.preparation import packed_way, proof, verdict
+from inflight.execution.preparation.choice import EARLIER, Preparation
+from inflight.execution.preparation.result_cache import ResultCache
+from inflight.execution.preparation.verdict import preparation_key
+from inflight.execution.recording import recorded_forward
+from tests import others, zoo
+from tests.execution import this_cpu
+from tests.gguf import files
+
+PROMPTS = [list(range(1, 30)), [7, 8, 9]]
+PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
+
+
+@pytest.fixture
+def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+    """What was proved or recorded; results are kept in a folder of the test's."""
+    seen: list[str] = []
+    folder = tmp_path / "cache"
+    of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))
+    monkeypatch.setattr(ResultCache, "of_the_user", of_the_test)
+    for module, name in ((proof, "_plain_logits"), (packed_way, "find_attention_calls"), (recorded_forward, "_record")):
+        original = getattr(module, name)
+
+        def watched(*args: Any, original: Callable[..., Any] = original, name: str = name, **options: Any) -> Any:
+            seen.append(name)
+            return original(*args, **options)
+
+        monkeypatch.setattr(module, name, watched)
+    return seen
+
+
+def saved(model: PreTrainedModel, folder: Path) -> Path:
+    model.save_pretrained(folder)
+    return folder
+
+
+def outputs(llm: LLM) -> list[Any]:
+    return [
+        (each.token_ids, [{token: entry.logprob for token, entry in step.items()} for step in each.logprobs or ()])
+        for output in llm.generate(PROMPTS, PARAMS, use_tqdm=False)
+        for each in output.outputs
+    ]
+
+
+PACKED = ("llama", "gemma2", "qwen3_moe", "gpt_oss", "deepseek_v3", "gpt2", "gemma4")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", [*PACKED, "bloom", "mamba", "rwkv"])
+def test_a_second_start_proves_nothing_and_gives_the_same_bits(
+    name: str, dtype: str, proofs: list[str], tmp_path: Path
+) -> None:
+    this_cpu.needs(getattr(torch, dtype))
+    folder = saved((zoo.build if name in zoo.ARCHITECTURES else others.build)(name), tmp_path / "model")
+    first = LLM(folder, dtype=dtype, **others.options(num_blocks=64))
+    given = outputs(first)
+    assert proofs
+    proofs.clear()
+    second = LLM(folder, dtype=dtype, **others.options(num_blocks=64))
+    assert proofs == []
+    assert outputs(second) == given
+    assert second.model_info == replace(first.model_info, proved_on=second.model_info.proved_on)
+    assert second.model_info.proved_on == first.model_info.proved_on.removesuffix(EARLIER) + EARLIER
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"quantization": "int8", "dtype": "bfloat16"},
+    {"quantization": "int4"},
+    {"quantization": "int4", "quantization_arithmetic": "exact"},
+    {"adapters": {}},
+    {"record_forward": False},
+    {"load_format": "dummy"},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_it_goes_with_other_options(options: dict[str, Any], proofs: list[str], tmp_path: Path) -> None:
+    this_cpu.needs(torch.uint8)
+    this_cpu.needs(getattr(torch, options.get("dtype", "float32")))
+    folder = saved(zoo.build("qwen3"), tmp_path / "model")
+    given = outputs(LLM(folder, **options))
+    proofs.clear()
+    assert outputs(LLM(folder, **options)) == given
+    assert proofs == []
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
+def test_it_goes_with_gguf_files(kind: str, proofs: list[str], tmp_path: Path) -> None:
+    this_cpu.needs(torch.uint8)
+    path = tmp_path / "model.gguf"
+    files.write(path, files.tiny("llama"), lambda name: kind if "attn" in name or "ffn" in name else "F32")
+    given = outputs(LLM(path))
+    proofs.clear()
+    assert outputs(LLM(path)) == given
+    assert proofs == []
+    shutil.copy(path, tmp_path / "copy.gguf")
+    LLM(tmp_path / "copy.gguf")
+    assert proofs, "another file"
+
+
+def key(folder: Path, **options: Any) -> str | None:
+    config = EngineConfig(**options)
+    model = load_model(folder, config)
+    return preparation_key(model, config, checkpoint_files(folder, config, model.config))
+
+
+def test_the_key_changes_with_each_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = saved(zoo.build("llama"), tmp_path / "model")
+    first = key(folder)
+    assert first is not None
+    assert key(folder) == key(folder, verify=True) == key(shutil.copytree(folder, tmp_path / "elsewhere")) == first
+    keys = [first]
+
+    def expect_another(**options: Any) -> None:
+        keys.append(key(folder, **options))
+        assert None not in keys
+        assert len(set(keys)) == len(keys)
+
+    for option in ({"block_size": 8}, {"max_num_batched_tokens": 99}, {"executor": "packed"}, {"dtype": "bfloat16"}):
+        expect_another(**option)
+    for target, name, value in (
+        (verdict, "version", lambda name: "0.0"),
+        (verdict, "SOURCES", tmp_path),
+        (verdict, "kernels_in_use", lambda: "avx1024"),
+        (library, "instruction_sets", lambda: "avx1024"),
+        (torch, "get_num_threads", lambda: 77),
+        (torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),
+    ):
+        with monkeypatch.context() as changed:
+            changed.setattr(target, name, value)
+            expect_another()
+    for name in ("ONEDNN_MAX_CPU_ISA", "INFLIGHT_TRIES"):
+        with monkeypatch.context() as changed:
+            changed.setenv(name, "1")
+            expect_another()
+    weights = folder / "model.safetensors"
+    os.utime(weights, ns=(0, weights.stat().st_mtime_ns + 1))
+    expect_another()
+    written = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(written.replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05'))
+    expect_another()
+
+
+def test_other_weights_that_look_like_the_same_file_are_found_out(proofs: list[str], tmp_path: Path) -> None:
+    folder, other = (saved(zoo.build("gemma2", seed), tmp_path / str(seed)) for seed in (0, 1))
+    LLM(folder)
+    weights = folder / "model.safetensors"
+    stat = weights.stat()
+    shutil.copy(other / "model.safetensors", weights)
+    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert weights.stat().st_size == stat.st_size
+    proofs.clear()
+    expected = outputs(LLM(zoo.build("gemma2", 1)))
+    proofs.clear()
+    assert outputs(LLM(folder)) == expected
+    assert proofs
+    proofs.clear()
+    assert outputs(LLM(folder)) == expected
+    assert not proofs
+
+
+def test_a_program_that_does_not_fit_is_made_again(proofs: list[str], tmp_path: Path) -> None:
+    folder = saved(zoo.build("llama"), tmp_path / "model")
+    given = outputs(LLM(folder))
+    cache = ResultCache.of_the_user(Preparation)
+    (path,) = (tmp_path / "cache" / "Preparation").iterdir()
+    found = cache.find(path.name)
+    assert found is not None
+    assert found.program is not None
+    handles = {place: name.replace("layers.1", "layers.7") for place, name in found.program.handles.items()}
+    sizes = [replace(each, num_bytes=each.num_bytes + 4) for each in found.program.constants]
+    half = found.program.codes[: len(found.program.codes) // 2]
+    for changes in ({"handles": handles}, {"constants": sizes}, {"codes": half}):
+        cache.keep(path.name, replace(found, program=replace(found.program, **changes)))
+        proofs.clear()
+        assert outputs(LLM(folder)) == given
+        assert proofs
+        assert cache.find(path.name) == found
+
+
+def test_verify_proves_again(proofs: list[str], tmp_path: Path) -> None:
+    folder = saved(zoo.build("llama"), tmp_path / "model")
+    LLM(folder)
+    proofs.clear()
+    LLM(folder, verify=True)
+    assert proofs
+
+
+def test_a_callers_model_and_code_of_a_checkpoint_are_proved_at_every_start(proofs: list[str]) -> None:
+    for _ in range(2):
+        proofs.clear()
+        assert LLM(zoo.build("llama")).model_info.proved_on == "the model itself"
+        assert proofs

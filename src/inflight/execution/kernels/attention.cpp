@@ -1,6 +1,5 @@
 #include "attention.h"
 
-#include <ATen/ops/empty.h>
 
 #include <string_view>
 #include <unordered_map>
@@ -52,7 +51,7 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
 
 // Whether what is stored is what is given, and so only its place changes.
 template <class Kind, class Input>
-constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, at::BFloat16, float>> &&
+constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>> &&
                                   !std::is_same_v<Kind, Int8>;
 
 // The vectors of kLanes tokens, which lie so many elements apart, of one head: all of a stripe, in the order of its memory.
@@ -84,7 +83,7 @@ void write_stripe(const Shape& shape, const Input* keys, int64_t key_stride, con
 }
 
 template <class Kind, class Input>
-void write_rows(const Call& call, const at::Tensor& cache_indices, const at::Tensor& key, const at::Tensor& value) {
+void write_rows(const Call& call, const Tensor& cache_indices, const Tensor& key, const Tensor& value) {
   const Shape& shape = call.shape;
   const Storage<Kind> storage = storage_of<Kind>(call);
   const int64_t* indices = cache_indices.data_ptr<int64_t>();
@@ -150,7 +149,7 @@ struct Apart {
 template <class Kind, class Input>
 class Attention {
  public:
-  Attention(const Call& call, const Step& step, const at::Tensor& query, const float* sinks, at::Tensor& output)
+  Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, Tensor& output)
       : shape_(call.shape),
         step_(step),
         group_(step_.groups[call.group]),
@@ -163,7 +162,7 @@ class Attention {
 
   void run() {
     plan();
-    const int64_t num_items = int64_t(items_.size()), num_threads = at::get_num_threads();
+    const int64_t num_items = int64_t(items_.size()), num_threads = thread_count();
     for_each_item(num_items, [&](int64_t i) {
       run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
     });
@@ -194,7 +193,7 @@ class Attention {
 
   // How many of so many rows are an item: fewer, if threads would have nothing to do.
   int64_t rows_of_item(int64_t num_rows) const {
-    const int64_t enough = kItemsOfThread * at::get_num_threads();
+    const int64_t enough = kItemsOfThread * thread_count();
     int64_t rows = kMaxRowsOfItem;
     while (rows > kMinRowsOfItem && (num_rows + rows - 1) / rows * shape_.num_kv_heads < enough) rows /= 2;
     return rows;
@@ -236,7 +235,7 @@ class Attention {
         items_.push_back({head, tile, first, int64_t(members.size()), 0, 0});
     }
     partials_.resize(num_partials);
-    partial_values_ = at::empty({num_partials, shape_.value_lanes()}, at::kFloat);
+    partial_values_ = empty({num_partials, shape_.value_lanes()}, kFloat);
   }
 
   // `next` is the item that this thread will probably be given after this one.
@@ -380,7 +379,7 @@ class Attention {
   const Step& step_;
   const GroupStep& group_;
   const Storage<Kind> storage_;
-  const at::Tensor& query_;
+  const Tensor& query_;
   const Input* queries_;
   const float* sinks_;
   Input* output_;
@@ -389,24 +388,24 @@ class Attention {
   std::vector<Apart> apart_;
   std::vector<int64_t> members_;
   std::vector<Partial> partials_;
-  at::Tensor partial_values_;
+  Tensor partial_values_;
 };
 
 // Calls function(Kind, Input) with the cache's kind of storage and a value of the activations' dtype.
 template <class Function>
-void dispatch(at::ScalarType stored, const at::Tensor& activations, const Function& function) {
+void dispatch(ScalarType stored, const Tensor& activations, const Function& function) {
   const auto with_kind = [&](auto kind) {
-    if (activations.scalar_type() == at::kFloat) return function(kind, float{});
-    TORCH_CHECK(activations.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
-    return function(kind, at::BFloat16{});
+    if (activations.scalar_type() == kFloat) return function(kind, float{});
+    CHECK(activations.scalar_type() == kBFloat16, "activations must be float32 or bfloat16");
+    return function(kind, bfloat16{});
   };
-  if (stored == at::kFloat) return with_kind(Float32{});
-  if (stored == at::kBFloat16) return with_kind(BFloat16{});
-  TORCH_CHECK(stored == at::kChar, "the cache must be float32, bfloat16 or int8");
+  if (stored == kFloat) return with_kind(Float32{});
+  if (stored == kBFloat16) return with_kind(BFloat16{});
+  CHECK(stored == kChar, "the cache must be float32, bfloat16 or int8");
   return with_kind(Int8{});
 }
 
-at::Tensor with_whole_heads(const at::Tensor& states) {
+Tensor with_whole_heads(const Tensor& states) {
   return states.stride(-1) == 1 ? states : states.contiguous();
 }
 
@@ -426,17 +425,17 @@ void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
 }
 
 // One cache group's part of a step whose spans are known.
-GroupStep group_step(const Step& step, const at::Tensor& indices, const at::Tensor& tables) {
-  check_whole(indices, "cache indices", 1, at::kLong);
-  check_whole(tables, "block tables", 2, at::kInt);
-  TORCH_CHECK(tables.size(0) >= int64_t(step.spans.size()), "there are fewer block tables than spans");
+GroupStep group_step(const Step& step, const Tensor& indices, const Tensor& tables) {
+  check_whole(indices, "cache indices", 1, kLong);
+  check_whole(tables, "block tables", 2, kInt);
+  CHECK(tables.size(0) >= int64_t(step.spans.size()), "there are fewer block tables than spans");
   GroupStep group{indices, tables, -1, -1, {}, {}};
   const int64_t* index = indices.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < indices.size(0); ++row) group.last_index = std::max(group.last_index, index[row]);
   for (size_t s = 0; s < step.spans.size(); ++s) {
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.size(1);
     const int64_t num_blocks = (step.spans[s].end + step.block_size - 1) / step.block_size;
-    TORCH_CHECK(num_blocks <= tables.size(1), "a block table is shorter than its sequence");
+    CHECK(num_blocks <= tables.size(1), "a block table is shorter than its sequence");
     int64_t first = num_blocks;
     for (int64_t i = 0; i < num_blocks; ++i) group.last_block = std::max<int64_t>(group.last_block, table[i]);
     while (first > 0 && table[first - 1] >= 0) --first;
@@ -449,17 +448,17 @@ GroupStep group_step(const Step& step, const at::Tensor& indices, const at::Tens
 // The step that a call belongs to, if the step's blocks lie in the call's memory.
 std::shared_ptr<const Step> step_of(const Call& call) {
   std::shared_ptr<const Step> step = call.step->get();
-  TORCH_CHECK(size_t(call.group) < step->groups.size(), "the step has no cache group ", call.group);
-  TORCH_CHECK(step->block_size == call.shape.block_size, "the step has blocks of ", step->block_size, " tokens, not of ",
+  CHECK(size_t(call.group) < step->groups.size(), "the step has no cache group ", call.group);
+  CHECK(step->block_size == call.shape.block_size, "the step has blocks of ", step->block_size, " tokens, not of ",
               call.shape.block_size);
   const GroupStep& group = step->groups[call.group];
   const int64_t num_blocks = call.stored.size(0);
-  TORCH_CHECK(group.last_index < num_blocks * step->block_size && group.last_block < num_blocks,
+  CHECK(group.last_index < num_blocks * step->block_size && group.last_block < num_blocks,
               "the step names blocks beyond the ", num_blocks, " of the cache");
   return step;
 }
 
-void check_heads(const at::Tensor& states, const char* name, int64_t num_heads, int64_t head_size) {
+void check_heads(const Tensor& states, const char* name, int64_t num_heads, int64_t head_size) {
   check_strided(states, name, 3);
   check_size(states, name, 1, num_heads);
   check_size(states, name, 2, head_size);
@@ -469,32 +468,32 @@ void check_heads(const at::Tensor& states, const char* name, int64_t num_heads, 
 
 void check(const Call& call) {
   const Shape& shape = call.shape;
-  TORCH_CHECK(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+  CHECK(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
               "query heads must be a multiple of key heads");
-  TORCH_CHECK(shape.head_size > 0 && shape.value_head_size > 0 && shape.block_size > 0, "sizes must be positive");
-  TORCH_CHECK(shape.window >= 0 && shape.chunk >= 0 && call.group >= 0, "windows, chunks and groups cannot be negative");
+  CHECK(shape.head_size > 0 && shape.value_head_size > 0 && shape.block_size > 0, "sizes must be positive");
+  CHECK(shape.window >= 0 && shape.chunk >= 0 && call.group >= 0, "windows, chunks and groups cannot be negative");
   check_strided(call.stored, "the cache", 4);
-  TORCH_CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
+  CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
   check_size(call.stored, "the cache", 1, shape.num_kv_heads);
   check_size(call.stored, "the cache", 2, shape.stripes_per_block());
-  dispatch(call.dtype, at::empty({0}, at::kFloat), [&](auto kind, auto) {
+  dispatch(call.dtype, empty({0}, kFloat), [&](auto kind, auto) {
     const int64_t bytes = StripeLayout<decltype(kind)>(shape).end, given = call.stored.size(3) * call.stored.element_size();
-    TORCH_CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
+    CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
   });
 }
 
-void begin_step(CurrentStep& current, int64_t block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
-                const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables) {
-  check_whole(query_lens, "query lengths", 1, at::kLong);
-  check_whole(kv_lens, "key lengths", 1, at::kLong);
+void begin_step(CurrentStep& current, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
+                const std::vector<Tensor>& indices, const std::vector<Tensor>& tables) {
+  check_whole(query_lens, "query lengths", 1, kLong);
+  check_whole(kv_lens, "key lengths", 1, kLong);
   check_size(kv_lens, "key lengths", 0, query_lens.size(0));
-  TORCH_CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
-  TORCH_CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
+  CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
+  CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
   const int64_t *lengths = query_lens.const_data_ptr<int64_t>(), *ends = kv_lens.const_data_ptr<int64_t>();
   const auto step = std::make_shared<Step>();
   step->block_size = int(block_size);
   for (int64_t s = 0; s < query_lens.size(0); ++s) {
-    TORCH_CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
+    CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
                 ends[s], " tokens");
     step->spans.push_back({step->num_rows, ends[s] - lengths[s], ends[s]});
     step->num_rows += lengths[s];
@@ -503,36 +502,39 @@ void begin_step(CurrentStep& current, int64_t block_size, const at::Tensor& quer
   current.set(step);
 }
 
-void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+void write(const Call& call, const Tensor& key, const Tensor& value) {
   const auto step = step_of(call);
   check_heads(key, "keys", call.shape.num_kv_heads, call.shape.head_size);
   check_heads(value, "values", call.shape.num_kv_heads, call.shape.value_head_size);
   check_size(value, "values", 0, key.size(0));
-  TORCH_CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
-  const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
-  const at::Tensor& indices = step->groups[call.group].indices;
+  CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
+  const Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
+  const Tensor& indices = step->groups[call.group].indices;
   dispatch(call.dtype, key, [&](auto kind, auto input) {
     write_rows<decltype(kind), decltype(input)>(call, indices, keys, values);
   });
 }
 
-at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks) {
+Tensor attend(const Call& call, const Tensor& query, const std::optional<Tensor>& sinks) {
   const auto step = step_of(call);
   check_heads(query, "queries", call.shape.num_heads, call.shape.head_size);
-  TORCH_CHECK(query.size(0) >= step->num_rows, "the step has ", step->num_rows, " tokens, and there are ", query.size(0),
+  CHECK(query.size(0) >= step->num_rows, "the step has ", step->num_rows, " tokens, and there are ", query.size(0),
               " queries");
   if (sinks) {
-    check_whole(*sinks, "sinks", 1, at::kFloat);
+    check_whole(*sinks, "sinks", 1, kFloat);
     check_size(*sinks, "sinks", 0, call.shape.num_heads);
   }
   const std::vector<int64_t>& first_blocks = step->groups[call.group].first_blocks;
   for (size_t s = 0; s < step->spans.size(); ++s)
-    TORCH_CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
+    CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
                 "a block that a query sees was let go");
-  const at::Tensor queries = with_whole_heads(query);
+  const Tensor queries = with_whole_heads(query);
   const int64_t num_rows = query.size(0);
-  at::Tensor output = at::empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.options());
-  if (step->num_rows < num_rows) output.slice(0, step->num_rows).zero_();
+  Tensor output = empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.scalar_type());
+  if (step->num_rows < num_rows) {
+    const Tensor others = output.narrow(step->num_rows, num_rows - step->num_rows);
+    std::memset(others.data_ptr(), 0, others.nbytes());
+  }
   dispatch(call.dtype, query, [&](auto kind, auto input) {
     Attention<decltype(kind), decltype(input)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
   });

@@ -1,5 +1,4 @@
 // Weights in groups that are expanded to the activations' dtype, and then multiplied as in a plain panel.
-#include <ATen/ops/empty.h>
 
 #include <array>
 #include <cstring>
@@ -147,7 +146,7 @@ struct Exact {
 };
 
 template <class Rows>
-void run_in(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+void run_in(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   using Value = typename Rows::Value;
   using Unpacked = typename Rows::Unpacked;
 #ifdef INFLIGHT_MATRIX_UNIT
@@ -158,7 +157,7 @@ void run_in(const Linear& linear, const at::Tensor& x, const Additions& addition
   const Grouped& layout = *linear.grouped;
   const int64_t num_rows = x.numel() / linear.in_features;
   const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse;
-  const at::Tensor padded = padded_rows<Rows>(x, num_inputs);
+  const Tensor padded = padded_rows<Rows>(x, num_inputs);
   const typename Sums::Rows rows(static_cast<const typename Rows::Input*>(padded.const_data_ptr()), num_rows,
                                  num_inputs / Unpacked::kPack);
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
@@ -195,17 +194,17 @@ void write_panel(const Grouped& layout, const uint8_t* panel, int64_t num_output
 
 }  // namespace
 
-void run_exact(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run_in<Float32Rows>(linear, x, additions, output);
+void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
+  if (x.scalar_type() == kFloat) return run_in<Float32Rows>(linear, x, additions, output);
   run_in<BFloat16Rows>(linear, x, additions, output);
 }
 
-at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64_t out_features, int64_t in_features,
-                          at::ScalarType dtype) {
+Tensor grouped_values(Sizes words, const Tensor& panels, int64_t out_features, int64_t in_features,
+                          ScalarType dtype) {
   const Grouped layout(words);
   check_grouped(layout, panels, out_features, in_features);
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "weights cannot be ", dtype);
-  at::Tensor values = at::empty({out_features, in_features}, dtype);
+  CHECK(dtype == kFloat || dtype == kBFloat16, "weights cannot be ", dtype);
+  Tensor values = empty({out_features, in_features}, dtype);
   const auto fill = [&](auto rows) {
     using Rows = decltype(rows);
     auto* to = static_cast<typename Rows::Stored*>(values.data_ptr());
@@ -220,7 +219,7 @@ at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64
       });
     });
   };
-  if (dtype == at::kFloat) fill(Float32Rows{});
+  if (dtype == kFloat) fill(Float32Rows{});
   else fill(BFloat16Rows{});
   return values;
 }

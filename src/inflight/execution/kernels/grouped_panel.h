@@ -42,7 +42,7 @@ void with_kind(const Grouped& layout, const Function& function) {
   if (is(4, 0, false, Reading::kLookedUp)) return function(Kind<4, 0, false, Reading::kLookedUp>{});
   if (is(4, 1, false, Reading::kLookedUp)) return function(Kind<4, 1, false, Reading::kLookedUp>{});
   if (is(8, 0, false, Reading::kFloat)) return function(Kind<8, 0, false, Reading::kFloat>{});
-  TORCH_CHECK(false, "there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
+  CHECK(false, "there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
               layout.minima ? " and minima" : "");
 }
 
@@ -125,7 +125,7 @@ inline Floats load_halves(const uint8_t* from) {
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
   float lanes[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<at::Half>(from + 2 * lane);
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<float16>(from + 2 * lane);
   return load<Floats>(lanes);
 #endif
 }

@@ -335,10 +335,10 @@ struct WholeNumbers {
 };
 
 template <class Value>
-void run(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+void run(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   const Grouped& layout = *linear.grouped;
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
-  const at::Tensor rows = x.contiguous();
+  const Tensor rows = x.contiguous();
   RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks());
   const int64_t num_chunks = rounded.num_chunks;
   for_each_range(num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
@@ -365,17 +365,17 @@ void run(const Linear& linear, const at::Tensor& x, const Additions& additions, 
 
 bool multiplies_whole_numbers() { return true; }
 
-void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run<float>(linear, x, additions, output);
-  run<at::BFloat16>(linear, x, additions, output);
+void run_in_whole_numbers(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
+  if (x.scalar_type() == kFloat) return run<float>(linear, x, additions, output);
+  run<bfloat16>(linear, x, additions, output);
 }
 
 #else
 
 bool multiplies_whole_numbers() { return false; }
 
-void run_in_whole_numbers(const Linear&, const at::Tensor&, const Additions&, at::Tensor&) {
-  TORCH_CHECK(false, "this CPU does not multiply whole numbers");
+void run_in_whole_numbers(const Linear&, const Tensor&, const Additions&, Tensor&) {
+  CHECK(false, "this CPU does not multiply whole numbers");
 }
 
 #endif

@@ -146,41 +146,21 @@ struct Apart {
   int64_t first_tile, num_tiles, first_partial;
 };
 
-template <class Kind, class Input>
-class Attention {
+// What an attention call does in a step, whatever the dtype of its cache.
+class Plan {
  public:
-  Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, Tensor& output)
+  Plan(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
       : shape_(call.shape),
         step_(step),
         group_(step_.groups[call.group]),
-        storage_(storage_of<Kind>(call)),
         query_(query),
-        queries_(query.data_ptr<Input>()),
         sinks_(sinks),
-        output_(output.data_ptr<Input>()),
-        query_stride_(round_up(shape_.head_size, kLanes) / Kind::kPack) {}
-
-  void run() {
+        output_(output),
+        is_float_(query.scalar_type() == kFloat) {
     plan();
-    const int64_t num_items = int64_t(items_.size()), num_threads = thread_count();
-    for_each_item(num_items, [&](int64_t i) {
-      run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
-    });
-    if (!apart_.empty())
-      for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
-        merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
-      });
   }
 
- private:
-  struct Thread {
-    TileScratch<Kind> tile;
-    AlignedVector<float> floats, so_far_values;
-    AlignedVector<typename Kind::Operand> queries;
-    std::vector<Visible> visible;
-    std::vector<Partial> so_far, next;
-  };
-
+ protected:
   int64_t num_rows(const Span& span) const { return (span.end - span.start) * shape_.group_size(); }
   int64_t first_tile(const Span& span) const { return shape_.first_visible(span.start) / shape_.tile_size(); }
   int64_t last_tile(const Span& span) const { return (span.end - 1) / shape_.tile_size(); }
@@ -199,6 +179,71 @@ class Attention {
     return rows;
   }
 
+  Visible visible(const Span& span, int64_t row, int64_t tile) const {
+    const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
+    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
+    return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
+  }
+
+  const int32_t* blocks(int64_t span, int64_t tile) const {
+    return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
+  }
+
+  Partial& partial(const Apart& apart, int64_t tile, int kv_head, int64_t row) {
+    const int64_t rows = num_rows(step_.spans[apart.span]);
+    const int64_t place = apart.first_partial + ((tile - apart.first_tile) * shape_.num_kv_heads + kv_head) * rows + row;
+    partials_[place].values = partial_values_.data_ptr<float>() + place * shape_.value_lanes();
+    return partials_[place];
+  }
+
+  // The floats of a token's query for a head.
+  void read_query(int64_t token, int64_t head, float* to) const {
+    const int64_t place = token * query_.stride(0) + head * query_.stride(1);
+    if (is_float_) read_floats(query_.const_data_ptr<float>() + place, shape_.head_size, to);
+    else read_floats(query_.const_data_ptr<bfloat16>() + place, shape_.head_size, to);
+  }
+
+  void merge_apart(const Apart& apart, int kv_head) {
+    const Span& span = step_.spans[apart.span];
+    for (int64_t row = 0; row < num_rows(span); ++row) {
+      Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
+      for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
+        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
+      finish(span, kv_head, row, so_far);
+    }
+  }
+
+  // Let the head's sink join the softmax, divide by the sum, and write the row out.
+  void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
+    const int64_t token = span.row + row / shape_.group_size();
+    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
+    float factor = 1 / result.sum;
+    if (sinks_) {
+      const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
+      factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
+    }
+    const int64_t place = (token * shape_.num_heads + head) * shape_.value_head_size;
+    const auto write = [&](auto* to) {
+      for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
+    };
+    if (is_float_) write(output_.data_ptr<float>() + place);
+    else write(output_.data_ptr<bfloat16>() + place);
+  }
+
+  const Shape& shape_;
+  const Step& step_;
+  const GroupStep& group_;
+  const Tensor& query_;
+  const float* sinks_;
+  const Tensor& output_;
+  const bool is_float_;
+  std::vector<Item> items_;
+  std::vector<Apart> apart_;
+  std::vector<int64_t> members_;
+  std::vector<Partial> partials_;
+  Tensor partial_values_;
+
+ private:
   void plan() {
     int64_t num_partials = 0;
     std::unordered_map<int64_t, int64_t> shared;  // (tile, owner) -> place in `groups`
@@ -237,6 +282,35 @@ class Attention {
     partials_.resize(num_partials);
     partial_values_ = empty({num_partials, shape_.value_lanes()}, kFloat);
   }
+};
+
+template <class Kind>
+class Attention : Plan {
+ public:
+  Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
+      : Plan(call, step, query, sinks, output),
+        storage_(storage_of<Kind>(call)),
+        query_stride_(round_up(shape_.head_size, kLanes) / Kind::kPack) {}
+
+  void run() {
+    const int64_t num_items = int64_t(items_.size()), num_threads = thread_count();
+    for_each_item(num_items, [&](int64_t i) {
+      run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
+    });
+    if (!apart_.empty())
+      for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
+        merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
+      });
+  }
+
+ private:
+  struct Thread {
+    TileScratch<Kind> tile;
+    AlignedVector<float> floats, so_far_values;
+    AlignedVector<typename Kind::Operand> queries;
+    std::vector<Visible> visible;
+    std::vector<Partial> so_far, next;
+  };
 
   // `next` is the item that this thread will probably be given after this one.
   void run_item(const Item& item, const Item* next) {
@@ -266,24 +340,14 @@ class Attention {
                     int(std::min(high, last) - first), 1, thread.tile.next);
   }
 
-  const int32_t* blocks(int64_t span, int64_t tile) const {
-    return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
-  }
-
   // Write the query of a span's row as operands to `to[query_stride_]`.
   void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
     thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
-    read_floats(queries_ + token * query_.stride(0) + head * query_.stride(1), shape_.head_size, thread.floats.data());
+    read_query(token, head, thread.floats.data());
     for (size_t i = 0; i < thread.floats.size(); i += kLanes, to += kLanes / Kind::kPack)
       Kind::pack(load<Floats>(&thread.floats[i]), to);
-  }
-
-  Visible visible(const Span& span, int64_t row, int64_t tile) const {
-    const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
-    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
-    return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
   }
 
   void collect(int64_t span, int64_t tile, int kv_head, const std::vector<Visible>& visible, Thread& thread) const {
@@ -321,13 +385,6 @@ class Attention {
     for (int64_t i = 0; i < num_rows; ++i) finish(span, item.kv_head, first_row + i, thread.so_far[i]);
   }
 
-  Partial& partial(const Apart& apart, int64_t tile, int kv_head, int64_t row) {
-    const int64_t rows = num_rows(step_.spans[apart.span]);
-    const int64_t place = apart.first_partial + ((tile - apart.first_tile) * shape_.num_kv_heads + kv_head) * rows + row;
-    partials_[place].values = partial_values_.data_ptr<float>() + place * shape_.value_lanes();
-    return partials_[place];
-  }
-
   // Compute one tile for all spans that have it, reading it once.
   void run_tile_apart(const Item& item, Thread& thread) {
     thread.queries.clear(), thread.visible.clear(), thread.next.clear();
@@ -352,57 +409,21 @@ class Attention {
     for (int64_t row = 0; row < num_rows; ++row) *results[row] = thread.next[row];
   }
 
-  void merge_apart(const Apart& apart, int kv_head) {
-    const Span& span = step_.spans[apart.span];
-    for (int64_t row = 0; row < num_rows(span); ++row) {
-      Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
-      for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
-        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
-      finish(span, kv_head, row, so_far);
-    }
-  }
-
-  // Let the head's sink join the softmax, divide by the sum, and write the row out.
-  void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
-    const int64_t token = span.row + row / shape_.group_size();
-    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
-    float factor = 1 / result.sum;
-    if (sinks_) {
-      const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
-      factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
-    }
-    Input* to = output_ + (token * shape_.num_heads + head) * shape_.value_head_size;
-    for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
-  }
-
-  const Shape& shape_;
-  const Step& step_;
-  const GroupStep& group_;
   const Storage<Kind> storage_;
-  const Tensor& query_;
-  const Input* queries_;
-  const float* sinks_;
-  Input* output_;
   const int64_t query_stride_;
-  std::vector<Item> items_;
-  std::vector<Apart> apart_;
-  std::vector<int64_t> members_;
-  std::vector<Partial> partials_;
-  Tensor partial_values_;
 };
 
-// Calls function(Kind, Input) with the cache's kind of storage and a value of the activations' dtype.
+// Calls function(Kind) with the cache's kind of storage.
 template <class Function>
-void dispatch(ScalarType stored, const Tensor& activations, const Function& function) {
-  const auto with_kind = [&](auto kind) {
-    if (activations.scalar_type() == kFloat) return function(kind, float{});
-    CHECK(activations.scalar_type() == kBFloat16, "activations must be float32 or bfloat16");
-    return function(kind, bfloat16{});
-  };
-  if (stored == kFloat) return with_kind(Float32{});
-  if (stored == kBFloat16) return with_kind(BFloat16{});
+void with_kind(ScalarType stored, const Function& function) {
+  if (stored == kFloat) return function(Float32{});
+  if (stored == kBFloat16) return function(BFloat16{});
   CHECK(stored == kChar, "the cache must be float32, bfloat16 or int8");
-  return with_kind(Int8{});
+  function(Int8{});
+}
+
+void check_activations(ScalarType dtype) {
+  CHECK(dtype == kFloat || dtype == kBFloat16, "activations must be float32 or bfloat16");
 }
 
 Tensor with_whole_heads(const Tensor& states) {
@@ -476,7 +497,7 @@ void check(const Call& call) {
   CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
   check_size(call.stored, "the cache", 1, shape.num_kv_heads);
   check_size(call.stored, "the cache", 2, shape.stripes_per_block());
-  dispatch(call.dtype, empty({0}, kFloat), [&](auto kind, auto) {
+  with_kind(call.dtype, [&](auto kind) {
     const int64_t bytes = StripeLayout<decltype(kind)>(shape).end, given = call.stored.size(3) * call.stored.element_size();
     CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
   });
@@ -510,8 +531,10 @@ void write(const Call& call, const Tensor& key, const Tensor& value) {
   CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
   const Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
   const Tensor& indices = step->groups[call.group].indices;
-  dispatch(call.dtype, key, [&](auto kind, auto input) {
-    write_rows<decltype(kind), decltype(input)>(call, indices, keys, values);
+  check_activations(key.scalar_type());
+  with_kind(call.dtype, [&](auto kind) {
+    if (key.scalar_type() == kFloat) write_rows<decltype(kind), float>(call, indices, keys, values);
+    else write_rows<decltype(kind), bfloat16>(call, indices, keys, values);
   });
 }
 
@@ -528,6 +551,7 @@ Tensor attend(const Call& call, const Tensor& query, const std::optional<Tensor>
   for (size_t s = 0; s < step->spans.size(); ++s)
     CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
                 "a block that a query sees was let go");
+  check_activations(query.scalar_type());
   const Tensor queries = with_whole_heads(query);
   const int64_t num_rows = query.size(0);
   Tensor output = empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.scalar_type());
@@ -535,8 +559,8 @@ Tensor attend(const Call& call, const Tensor& query, const std::optional<Tensor>
     const Tensor others = output.narrow(step->num_rows, num_rows - step->num_rows);
     std::memset(others.data_ptr(), 0, others.nbytes());
   }
-  dispatch(call.dtype, query, [&](auto kind, auto input) {
-    Attention<decltype(kind), decltype(input)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
+  with_kind(call.dtype, [&](auto kind) {
+    Attention<decltype(kind)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
   });
   return output;
 }

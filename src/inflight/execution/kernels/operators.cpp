@@ -212,7 +212,7 @@ int64_t scalar_type(ScalarType dtype) { return int64_t(dtype); }
 // ------------------------------------------------------------------------------------------------ for the bridge
 
 template <class Value>
-std::vector<Value> list_of(const InflightValue& value) {
+[[gnu::noinline]] std::vector<Value> list_of(const InflightValue& value) {
   std::vector<Value> list;
   for (int64_t i = 0; i < value.integer; ++i) {
     if constexpr (std::is_same_v<Value, Tensor>) {
@@ -227,7 +227,7 @@ std::vector<Value> list_of(const InflightValue& value) {
 
 // An argument as a parameter of a type.
 template <class Type>
-Type argument(const InflightValue& value) {
+[[gnu::noinline]] Type argument(const InflightValue& value) {
   if constexpr (std::is_same_v<Type, Tensor>) return Tensor(*static_cast<const InflightTensor*>(value.items));
   else if constexpr (std::is_same_v<Type, std::optional<Tensor>>)
     return value.items ? std::optional(argument<Tensor>(value)) : std::nullopt;
@@ -242,7 +242,7 @@ Type argument(const InflightValue& value) {
 }
 
 // What the caller gets references to.
-InflightValue given(const std::vector<Tensor>& tensors) {
+[[gnu::noinline]] InflightValue given(const std::vector<Tensor>& tensors) {
   thread_local std::vector<InflightTensor> own;
   own.clear();
   for (const Tensor& each : tensors) {

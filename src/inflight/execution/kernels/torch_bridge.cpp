@@ -2,11 +2,10 @@
 // built for a version of torch, and for no CPU in particular.
 #include "bridge.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Parallel.h>
-#include <ATen/ScalarOps.h>
 #include <ATen/core/List.h>
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/InferenceMode.h>
 #include <omp.h>
@@ -120,7 +119,7 @@ Described given(Described described, at::Tensor&& tensor) {
 
 const char* empty(const int64_t* sizes, int64_t num_dims, int32_t dtype, InflightTensor* made) {
   return attempt([&] {
-    at::Tensor tensor = at::empty(at::IntArrayRef(sizes, size_t(num_dims)), at::ScalarType(dtype));
+    at::Tensor tensor = at::detail::empty_cpu(at::IntArrayRef(sizes, size_t(num_dims)), at::ScalarType(dtype));
     *made = given(described(tensor), std::move(tensor));
   });
 }
@@ -207,8 +206,10 @@ class Call {
   static constexpr auto kOptionalTensors = InflightKind(-1);
 
   // A number that takes part in type promotion as Python's do.
-  static at::Tensor wrapped(const at::Scalar& number) {
-    at::Tensor tensor = c10::scalar_to_tensor(number);
+  template <class Number>
+  static at::Tensor wrapped(Number number) {
+    at::Tensor tensor = at::detail::empty_cpu({}, c10::CppTypeToScalarType<Number>::value);
+    std::memcpy(tensor.mutable_data_ptr(), &number, sizeof number);
     tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
     return tensor;
   }

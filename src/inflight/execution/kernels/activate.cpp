@@ -1,7 +1,6 @@
 #include "activate.h"
 
 #include "parallel.h"
-#include <ATen/ops/empty.h>
 
 #include "checks.h"
 #include "convert.h"
@@ -19,7 +18,7 @@ Floats gelu(Floats x) { return x * 0.5f * (erf(x * 0.7071067812f) + 1.f); }
 
 // A partial vector is computed like a whole one.
 template <class Value>
-void activate_rows(const at::Tensor& x, at::Tensor& output, Activation function) {
+void activate_rows(const Tensor& x, Tensor& output, Activation function) {
   const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);
   const int64_t stride = x.dim() > 1 ? x.stride(-2) : size;
   for_each_range(num_rows, std::max<int64_t>(1, 16384 / std::max<int64_t>(size, 1)), [&](int64_t begin, int64_t end) {
@@ -47,24 +46,24 @@ Activation find_activation(std::string_view activation, std::string_view variant
   if (activation == "none") return nullptr;
   if (activation == "relu") return relu;
   if (activation == "swish") return swish;
-  TORCH_CHECK(activation == "gelu", "there is no activation '", activation, "'");
+  CHECK(activation == "gelu", "there is no activation '", activation, "'");
   return variant == "tanh" ? gelu_tanh : gelu;
 }
 
-at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant) {
+Tensor activate(const Tensor& x, std::string_view activation, std::string_view variant) {
   check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
   // Rows at equal distances, as pieces of a wider tensor have them, are read in place.
   bool in_place = x.dim() > 0 && x.stride(-1) == 1;
   for (int64_t dim = 0; dim + 2 < x.dim(); ++dim) in_place &= x.size(dim) == 1;
-  const at::Tensor rows = in_place ? x : x.contiguous();
-  at::Tensor output = at::empty(x.sizes(), x.options());
+  const Tensor rows = in_place ? x : x.contiguous();
+  Tensor output = empty(x.sizes(), x.scalar_type());
   const Activation function = find_activation(activation, variant);
-  TORCH_CHECK(function, "there is nothing to compute");
-  if (x.scalar_type() == at::kFloat) {
+  CHECK(function, "there is nothing to compute");
+  if (x.scalar_type() == kFloat) {
     activate_rows<float>(rows, output, function);
   } else {
-    TORCH_CHECK(x.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
-    activate_rows<at::BFloat16>(rows, output, function);
+    CHECK(x.scalar_type() == kBFloat16, "activations must be float32 or bfloat16");
+    activate_rows<bfloat16>(rows, output, function);
   }
   return output;
 }

@@ -1,7 +1,7 @@
 // Activations, element by element: the same bits wherever an element lies in its row, on any thread.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <string_view>
 
@@ -15,6 +15,6 @@ using Activation = Floats (*)(Floats);
 Activation find_activation(std::string_view activation, std::string_view variant);
 
 // "relu", "swish", or "gelu" with the variant "none" or "tanh", of float32 or bfloat16.
-at::Tensor activate(const at::Tensor& x, std::string_view activation, std::string_view variant);
+Tensor activate(const Tensor& x, std::string_view activation, std::string_view variant);
 
 }  // namespace inflight

@@ -3,7 +3,6 @@
 // for a while before: each is read once a step, so reading them is most of the work.
 #include "adapters.h"
 
-#include <ATen/ops/empty.h>
 
 #include <array>
 
@@ -32,8 +31,8 @@ struct Dot {
 #ifdef __AVX512BF16__
 
 template <>
-struct Dot<at::BFloat16> {
-  static Floats add(Floats sum, const at::BFloat16* a, const at::BFloat16* b) {
+struct Dot<bfloat16> {
+  static Floats add(Floats sum, const bfloat16* a, const bfloat16* b) {
     return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_loadu_si512(a), (__m512bh)_mm512_loadu_si512(b));
   }
 };
@@ -66,7 +65,7 @@ void multiply_down(const Value* x, int64_t size, const Value* matrix, int64_t ra
 }
 
 inline void load_pack(const float* from, std::array<Floats, 1>& to) { to[0] = load<Floats>(from); }
-inline void load_pack(const at::BFloat16* from, std::array<Floats, 2>& to) {
+inline void load_pack(const bfloat16* from, std::array<Floats, 2>& to) {
   const Bits bits = load<Bits>(from);
   to = {(Floats)(bits << 16), (Floats)(bits & 0xffff0000)};
 }
@@ -122,21 +121,21 @@ void add_row(const std::vector<LowRank>& matrices, const Value* x, int64_t size,
 
 // Calls `run` with a value of the dtype of a tensor, float32 or bfloat16.
 template <class Run>
-void with_dtype(const at::Tensor& tensor, const Run& run) {
-  if (tensor.scalar_type() == at::kFloat) return run(float());
-  TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, "adapters cannot be ", tensor.scalar_type());
-  run(at::BFloat16());
+void with_dtype(const Tensor& tensor, const Run& run) {
+  if (tensor.scalar_type() == kFloat) return run(float());
+  CHECK(tensor.scalar_type() == kBFloat16, "adapters cannot be ", tensor.scalar_type());
+  run(bfloat16());
 }
 
 void check(const LowRank& matrices) {
   const auto dtype = matrices.up.scalar_type();
-  const int64_t pack = dtype == at::kFloat ? 1 : 2;
+  const int64_t pack = dtype == kFloat ? 1 : 2;
   check_whole(matrices.down, "a matrix of an adapter", 2, dtype);
   check_whole(matrices.up, "panels of an adapter", 4, dtype);
   check_size(matrices.up, "panels of an adapter", 0, (matrices.num_outputs + kPanelOutputs - 1) / kPanelOutputs);
   check_size(matrices.up, "panels of an adapter", 2, kPanelOutputs);
   check_size(matrices.up, "panels of an adapter", 3, pack);
-  TORCH_CHECK(matrices.first_output >= 0 && matrices.num_outputs > 0, "an adapter must have outputs");
+  CHECK(matrices.first_output >= 0 && matrices.num_outputs > 0, "an adapter must have outputs");
 }
 
 }  // namespace
@@ -150,12 +149,12 @@ const int32_t* AdapterPlace::of_rows(int64_t num_rows) const {
   if (step->adapters.empty()) return nullptr;
   const auto& rows = reads_logit_rows ? step->of_logits : step->of_tokens;
   const int64_t num_copies = num_rows - (int64_t(rows.size()) - step->kMostCopies);
-  TORCH_CHECK(num_copies >= 0 && num_copies <= step->kMostCopies, "a layer with adapters has ", num_rows,
+  CHECK(num_copies >= 0 && num_copies <= step->kMostCopies, "a layer with adapters has ", num_rows,
               " rows, not the step's ", rows.size() - step->kMostCopies);
   return rows.data();
 }
 
-Additions::Additions(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row) {
+Additions::Additions(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row) {
   if (!adapter_of_row || !linear.adapters) return;  // of several experts, some may have no place
   const auto& adapters = linear.adapters->step->adapters;
   const auto matrices_of = [&](int64_t row) -> const std::vector<LowRank>& {
@@ -169,17 +168,17 @@ Additions::Additions(const Linear& linear, const at::Tensor& x, const int32_t* a
   float* sums = scratch<float, 2>(int64_t(adapted.size()) * stride);
   rows_.resize(num_rows);
   for (size_t i = 0; i < adapted.size(); ++i) rows_[adapted[i]] = sums + int64_t(i) * stride;
-  const at::Tensor rows = x.contiguous();
+  const Tensor rows = x.contiguous();
   with_dtype(rows, [&]<class Value>(Value) {
     const Value* from = rows.const_data_ptr<Value>();
     for_each_range(int64_t(adapted.size()), 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) {
         const std::vector<LowRank>& matrices = matrices_of(adapted[i]);
         for (const LowRank& each : matrices) {
-          TORCH_CHECK(each.up.scalar_type() == rows.scalar_type(), "an adapter of ", each.up.scalar_type(),
+          CHECK(each.up.scalar_type() == rows.scalar_type(), "an adapter of ", each.up.scalar_type(),
                       " cannot take rows of ", rows.scalar_type());
           check_size(each.down, "a matrix of an adapter", 1, round_up(linear.in_features, kStep));
-          TORCH_CHECK(each.down.size(0) <= each.rank() && each.first_output <= linear.out_features - each.num_outputs,
+          CHECK(each.down.size(0) <= each.rank() && each.first_output <= linear.out_features - each.num_outputs,
                       "an adapter's matrices do not fit");
         }
         std::fill_n(sums + i * stride, stride, 0.f);
@@ -189,12 +188,12 @@ Additions::Additions(const Linear& linear, const at::Tensor& x, const int32_t* a
   });
 }
 
-at::Tensor adapted_rows(const at::Tensor& rows, const at::Tensor& ids, const AdapterPlace& place) {
+Tensor adapted_rows(const Tensor& rows, const Tensor& ids, const AdapterPlace& place) {
   check_rows(rows, "embeddings");
-  check_whole(ids, "token ids", 1, at::kLong);
+  check_whole(ids, "token ids", 1, kLong);
   const int64_t num_rows = rows.size(0), size = rows.size(1);
   check_size(ids, "token ids", 0, num_rows);
-  at::Tensor output = rows.clone(at::MemoryFormat::Contiguous);
+  Tensor output = rows.clone();
   const int32_t* adapter_of_row = place.of_rows(num_rows);
   if (!adapter_of_row) return output;
   with_dtype(output, [&]<class Value>(Value) {
@@ -204,10 +203,10 @@ at::Tensor adapted_rows(const at::Tensor& rows, const at::Tensor& ids, const Ada
       if (adapter_of_row[row] < 0) continue;
       for (const LowRank& each : place.step->adapters.at(adapter_of_row[row])->places.at(place.number)) {
         const int64_t id = ids.const_data_ptr<int64_t>()[row], rank = each.down.size(1);
-        TORCH_CHECK(each.down.scalar_type() == rows.scalar_type(), "an adapter of ", each.down.scalar_type(),
+        CHECK(each.down.scalar_type() == rows.scalar_type(), "an adapter of ", each.down.scalar_type(),
                     " cannot take rows of ", rows.scalar_type());
-        TORCH_CHECK(id >= 0 && id < each.down.size(0), "an adapter has no embedding of token ", id);
-        TORCH_CHECK(each.first_output == 0 && each.num_outputs == size && rank <= each.rank(),
+        CHECK(id >= 0 && id < each.down.size(0), "an adapter has no embedding of token ", id);
+        CHECK(each.first_output == 0 && each.num_outputs == size && rank <= each.rank(),
                     "an adapter's embeddings have another size");
         inner.assign(each.rank(), 0.f);
         read_floats(each.down.const_data_ptr<Value>() + id * rank, rank, inner.data());

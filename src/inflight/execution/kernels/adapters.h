@@ -1,7 +1,7 @@
 // Adapters (LoRA; Hu et al., 2021): what some rows of a step add to what a layer gives, each by matrices of its own.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <memory>
 #include <vector>
@@ -17,7 +17,7 @@ struct Linear;
 // rows that are left over lie one after the other. `up` lies in panels `[out / 32, rank / pack, 32, pack]` as in linear.h, and has the
 // scale in it. Both are float32 or bfloat16.
 struct LowRank {
-  at::Tensor down, up;
+  Tensor down, up;
   int64_t first_output, num_outputs;
 
   int64_t rank() const { return up.size(1) * up.size(3); }
@@ -51,7 +51,7 @@ struct AdapterPlace {
 // itself. They are this thread's until the next object is made.
 class Additions {
  public:
-  Additions(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row);
+  Additions(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row);
 
   // By row; null: no row adds anything.
   const float* const* rows() const { return rows_.empty() ? nullptr : rows_.data(); }
@@ -64,6 +64,6 @@ class Additions {
 void check(const Adapter& adapter);
 
 // Rows `[T, hidden]` of an embedding, and what is added to those of tokens that have an adapter.
-at::Tensor adapted_rows(const at::Tensor& rows, const at::Tensor& ids, const AdapterPlace& place);
+Tensor adapted_rows(const Tensor& rows, const Tensor& ids, const AdapterPlace& place);
 
 }  // namespace inflight

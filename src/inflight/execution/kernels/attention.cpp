@@ -1,6 +1,5 @@
 #include "attention.h"
 
-#include <ATen/ops/empty.h>
 
 #include <string_view>
 #include <unordered_map>
@@ -52,7 +51,7 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
 
 // Whether what is stored is what is given, and so only its place changes.
 template <class Kind, class Input>
-constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, at::BFloat16, float>> &&
+constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>> &&
                                   !std::is_same_v<Kind, Int8>;
 
 // The vectors of kLanes tokens, which lie so many elements apart, of one head: all of a stripe, in the order of its memory.
@@ -84,7 +83,7 @@ void write_stripe(const Shape& shape, const Input* keys, int64_t key_stride, con
 }
 
 template <class Kind, class Input>
-void write_rows(const Call& call, const at::Tensor& cache_indices, const at::Tensor& key, const at::Tensor& value) {
+void write_rows(const Call& call, const Tensor& cache_indices, const Tensor& key, const Tensor& value) {
   const Shape& shape = call.shape;
   const Storage<Kind> storage = storage_of<Kind>(call);
   const int64_t* indices = cache_indices.data_ptr<int64_t>();
@@ -147,41 +146,21 @@ struct Apart {
   int64_t first_tile, num_tiles, first_partial;
 };
 
-template <class Kind, class Input>
-class Attention {
+// What an attention call does in a step, whatever the dtype of its cache.
+class Plan {
  public:
-  Attention(const Call& call, const Step& step, const at::Tensor& query, const float* sinks, at::Tensor& output)
+  Plan(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
       : shape_(call.shape),
         step_(step),
         group_(step_.groups[call.group]),
-        storage_(storage_of<Kind>(call)),
         query_(query),
-        queries_(query.data_ptr<Input>()),
         sinks_(sinks),
-        output_(output.data_ptr<Input>()),
-        query_stride_(round_up(shape_.head_size, kLanes) / Kind::kPack) {}
-
-  void run() {
+        output_(output),
+        is_float_(query.scalar_type() == kFloat) {
     plan();
-    const int64_t num_items = int64_t(items_.size()), num_threads = at::get_num_threads();
-    for_each_item(num_items, [&](int64_t i) {
-      run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
-    });
-    if (!apart_.empty())
-      for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
-        merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
-      });
   }
 
- private:
-  struct Thread {
-    TileScratch<Kind> tile;
-    AlignedVector<float> floats, so_far_values;
-    AlignedVector<typename Kind::Operand> queries;
-    std::vector<Visible> visible;
-    std::vector<Partial> so_far, next;
-  };
-
+ protected:
   int64_t num_rows(const Span& span) const { return (span.end - span.start) * shape_.group_size(); }
   int64_t first_tile(const Span& span) const { return shape_.first_visible(span.start) / shape_.tile_size(); }
   int64_t last_tile(const Span& span) const { return (span.end - 1) / shape_.tile_size(); }
@@ -194,12 +173,77 @@ class Attention {
 
   // How many of so many rows are an item: fewer, if threads would have nothing to do.
   int64_t rows_of_item(int64_t num_rows) const {
-    const int64_t enough = kItemsOfThread * at::get_num_threads();
+    const int64_t enough = kItemsOfThread * thread_count();
     int64_t rows = kMaxRowsOfItem;
     while (rows > kMinRowsOfItem && (num_rows + rows - 1) / rows * shape_.num_kv_heads < enough) rows /= 2;
     return rows;
   }
 
+  Visible visible(const Span& span, int64_t row, int64_t tile) const {
+    const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
+    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
+    return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
+  }
+
+  const int32_t* blocks(int64_t span, int64_t tile) const {
+    return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
+  }
+
+  Partial& partial(const Apart& apart, int64_t tile, int kv_head, int64_t row) {
+    const int64_t rows = num_rows(step_.spans[apart.span]);
+    const int64_t place = apart.first_partial + ((tile - apart.first_tile) * shape_.num_kv_heads + kv_head) * rows + row;
+    partials_[place].values = partial_values_.data_ptr<float>() + place * shape_.value_lanes();
+    return partials_[place];
+  }
+
+  // The floats of a token's query for a head.
+  void read_query(int64_t token, int64_t head, float* to) const {
+    const int64_t place = token * query_.stride(0) + head * query_.stride(1);
+    if (is_float_) read_floats(query_.const_data_ptr<float>() + place, shape_.head_size, to);
+    else read_floats(query_.const_data_ptr<bfloat16>() + place, shape_.head_size, to);
+  }
+
+  void merge_apart(const Apart& apart, int kv_head) {
+    const Span& span = step_.spans[apart.span];
+    for (int64_t row = 0; row < num_rows(span); ++row) {
+      Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
+      for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
+        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
+      finish(span, kv_head, row, so_far);
+    }
+  }
+
+  // Let the head's sink join the softmax, divide by the sum, and write the row out.
+  void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
+    const int64_t token = span.row + row / shape_.group_size();
+    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
+    float factor = 1 / result.sum;
+    if (sinks_) {
+      const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
+      factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
+    }
+    const int64_t place = (token * shape_.num_heads + head) * shape_.value_head_size;
+    const auto write = [&](auto* to) {
+      for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
+    };
+    if (is_float_) write(output_.data_ptr<float>() + place);
+    else write(output_.data_ptr<bfloat16>() + place);
+  }
+
+  const Shape& shape_;
+  const Step& step_;
+  const GroupStep& group_;
+  const Tensor& query_;
+  const float* sinks_;
+  const Tensor& output_;
+  const bool is_float_;
+  std::vector<Item> items_;
+  std::vector<Apart> apart_;
+  std::vector<int64_t> members_;
+  std::vector<Partial> partials_;
+  Tensor partial_values_;
+
+ private:
   void plan() {
     int64_t num_partials = 0;
     std::unordered_map<int64_t, int64_t> shared;  // (tile, owner) -> place in `groups`
@@ -236,8 +280,37 @@ class Attention {
         items_.push_back({head, tile, first, int64_t(members.size()), 0, 0});
     }
     partials_.resize(num_partials);
-    partial_values_ = at::empty({num_partials, shape_.value_lanes()}, at::kFloat);
+    partial_values_ = empty({num_partials, shape_.value_lanes()}, kFloat);
   }
+};
+
+template <class Kind>
+class Attention : Plan {
+ public:
+  Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
+      : Plan(call, step, query, sinks, output),
+        storage_(storage_of<Kind>(call)),
+        query_stride_(round_up(shape_.head_size, kLanes) / Kind::kPack) {}
+
+  void run() {
+    const int64_t num_items = int64_t(items_.size()), num_threads = thread_count();
+    for_each_item(num_items, [&](int64_t i) {
+      run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
+    });
+    if (!apart_.empty())
+      for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
+        merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
+      });
+  }
+
+ private:
+  struct Thread {
+    TileScratch<Kind> tile;
+    AlignedVector<float> floats, so_far_values;
+    AlignedVector<typename Kind::Operand> queries;
+    std::vector<Visible> visible;
+    std::vector<Partial> so_far, next;
+  };
 
   // `next` is the item that this thread will probably be given after this one.
   void run_item(const Item& item, const Item* next) {
@@ -267,24 +340,14 @@ class Attention {
                     int(std::min(high, last) - first), 1, thread.tile.next);
   }
 
-  const int32_t* blocks(int64_t span, int64_t tile) const {
-    return group_.tables.data_ptr<int32_t>() + span * group_.tables.size(1) + tile * shape_.blocks_per_tile();
-  }
-
   // Write the query of a span's row as operands to `to[query_stride_]`.
   void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
     thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
-    read_floats(queries_ + token * query_.stride(0) + head * query_.stride(1), shape_.head_size, thread.floats.data());
+    read_query(token, head, thread.floats.data());
     for (size_t i = 0; i < thread.floats.size(); i += kLanes, to += kLanes / Kind::kPack)
       Kind::pack(load<Floats>(&thread.floats[i]), to);
-  }
-
-  Visible visible(const Span& span, int64_t row, int64_t tile) const {
-    const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
-    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
-    return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
   }
 
   void collect(int64_t span, int64_t tile, int kv_head, const std::vector<Visible>& visible, Thread& thread) const {
@@ -322,13 +385,6 @@ class Attention {
     for (int64_t i = 0; i < num_rows; ++i) finish(span, item.kv_head, first_row + i, thread.so_far[i]);
   }
 
-  Partial& partial(const Apart& apart, int64_t tile, int kv_head, int64_t row) {
-    const int64_t rows = num_rows(step_.spans[apart.span]);
-    const int64_t place = apart.first_partial + ((tile - apart.first_tile) * shape_.num_kv_heads + kv_head) * rows + row;
-    partials_[place].values = partial_values_.data_ptr<float>() + place * shape_.value_lanes();
-    return partials_[place];
-  }
-
   // Compute one tile for all spans that have it, reading it once.
   void run_tile_apart(const Item& item, Thread& thread) {
     thread.queries.clear(), thread.visible.clear(), thread.next.clear();
@@ -353,60 +409,24 @@ class Attention {
     for (int64_t row = 0; row < num_rows; ++row) *results[row] = thread.next[row];
   }
 
-  void merge_apart(const Apart& apart, int kv_head) {
-    const Span& span = step_.spans[apart.span];
-    for (int64_t row = 0; row < num_rows(span); ++row) {
-      Partial& so_far = partial(apart, apart.first_tile, kv_head, row);
-      for (int64_t tile = apart.first_tile + 1; tile < apart.first_tile + apart.num_tiles; ++tile)
-        merge(so_far, partial(apart, tile, kv_head, row), shape_.value_lanes());
-      finish(span, kv_head, row, so_far);
-    }
-  }
-
-  // Let the head's sink join the softmax, divide by the sum, and write the row out.
-  void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
-    const int64_t token = span.row + row / shape_.group_size();
-    const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
-    float factor = 1 / result.sum;
-    if (sinks_) {
-      const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
-      factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
-    }
-    Input* to = output_ + (token * shape_.num_heads + head) * shape_.value_head_size;
-    for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
-  }
-
-  const Shape& shape_;
-  const Step& step_;
-  const GroupStep& group_;
   const Storage<Kind> storage_;
-  const at::Tensor& query_;
-  const Input* queries_;
-  const float* sinks_;
-  Input* output_;
   const int64_t query_stride_;
-  std::vector<Item> items_;
-  std::vector<Apart> apart_;
-  std::vector<int64_t> members_;
-  std::vector<Partial> partials_;
-  at::Tensor partial_values_;
 };
 
-// Calls function(Kind, Input) with the cache's kind of storage and a value of the activations' dtype.
+// Calls function(Kind) with the cache's kind of storage.
 template <class Function>
-void dispatch(at::ScalarType stored, const at::Tensor& activations, const Function& function) {
-  const auto with_kind = [&](auto kind) {
-    if (activations.scalar_type() == at::kFloat) return function(kind, float{});
-    TORCH_CHECK(activations.scalar_type() == at::kBFloat16, "activations must be float32 or bfloat16");
-    return function(kind, at::BFloat16{});
-  };
-  if (stored == at::kFloat) return with_kind(Float32{});
-  if (stored == at::kBFloat16) return with_kind(BFloat16{});
-  TORCH_CHECK(stored == at::kChar, "the cache must be float32, bfloat16 or int8");
-  return with_kind(Int8{});
+void with_kind(ScalarType stored, const Function& function) {
+  if (stored == kFloat) return function(Float32{});
+  if (stored == kBFloat16) return function(BFloat16{});
+  CHECK(stored == kChar, "the cache must be float32, bfloat16 or int8");
+  function(Int8{});
 }
 
-at::Tensor with_whole_heads(const at::Tensor& states) {
+void check_activations(ScalarType dtype) {
+  CHECK(dtype == kFloat || dtype == kBFloat16, "activations must be float32 or bfloat16");
+}
+
+Tensor with_whole_heads(const Tensor& states) {
   return states.stride(-1) == 1 ? states : states.contiguous();
 }
 
@@ -426,17 +446,17 @@ void find_shared_tiles(const Step& step, int block_size, GroupStep& group) {
 }
 
 // One cache group's part of a step whose spans are known.
-GroupStep group_step(const Step& step, const at::Tensor& indices, const at::Tensor& tables) {
-  check_whole(indices, "cache indices", 1, at::kLong);
-  check_whole(tables, "block tables", 2, at::kInt);
-  TORCH_CHECK(tables.size(0) >= int64_t(step.spans.size()), "there are fewer block tables than spans");
+GroupStep group_step(const Step& step, const Tensor& indices, const Tensor& tables) {
+  check_whole(indices, "cache indices", 1, kLong);
+  check_whole(tables, "block tables", 2, kInt);
+  CHECK(tables.size(0) >= int64_t(step.spans.size()), "there are fewer block tables than spans");
   GroupStep group{indices, tables, -1, -1, {}, {}};
   const int64_t* index = indices.const_data_ptr<int64_t>();
   for (int64_t row = 0; row < indices.size(0); ++row) group.last_index = std::max(group.last_index, index[row]);
   for (size_t s = 0; s < step.spans.size(); ++s) {
     const int32_t* table = tables.const_data_ptr<int32_t>() + s * tables.size(1);
     const int64_t num_blocks = (step.spans[s].end + step.block_size - 1) / step.block_size;
-    TORCH_CHECK(num_blocks <= tables.size(1), "a block table is shorter than its sequence");
+    CHECK(num_blocks <= tables.size(1), "a block table is shorter than its sequence");
     int64_t first = num_blocks;
     for (int64_t i = 0; i < num_blocks; ++i) group.last_block = std::max<int64_t>(group.last_block, table[i]);
     while (first > 0 && table[first - 1] >= 0) --first;
@@ -449,17 +469,17 @@ GroupStep group_step(const Step& step, const at::Tensor& indices, const at::Tens
 // The step that a call belongs to, if the step's blocks lie in the call's memory.
 std::shared_ptr<const Step> step_of(const Call& call) {
   std::shared_ptr<const Step> step = call.step->get();
-  TORCH_CHECK(size_t(call.group) < step->groups.size(), "the step has no cache group ", call.group);
-  TORCH_CHECK(step->block_size == call.shape.block_size, "the step has blocks of ", step->block_size, " tokens, not of ",
+  CHECK(size_t(call.group) < step->groups.size(), "the step has no cache group ", call.group);
+  CHECK(step->block_size == call.shape.block_size, "the step has blocks of ", step->block_size, " tokens, not of ",
               call.shape.block_size);
   const GroupStep& group = step->groups[call.group];
   const int64_t num_blocks = call.stored.size(0);
-  TORCH_CHECK(group.last_index < num_blocks * step->block_size && group.last_block < num_blocks,
+  CHECK(group.last_index < num_blocks * step->block_size && group.last_block < num_blocks,
               "the step names blocks beyond the ", num_blocks, " of the cache");
   return step;
 }
 
-void check_heads(const at::Tensor& states, const char* name, int64_t num_heads, int64_t head_size) {
+void check_heads(const Tensor& states, const char* name, int64_t num_heads, int64_t head_size) {
   check_strided(states, name, 3);
   check_size(states, name, 1, num_heads);
   check_size(states, name, 2, head_size);
@@ -469,32 +489,32 @@ void check_heads(const at::Tensor& states, const char* name, int64_t num_heads, 
 
 void check(const Call& call) {
   const Shape& shape = call.shape;
-  TORCH_CHECK(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
+  CHECK(shape.num_heads > 0 && shape.num_kv_heads > 0 && shape.num_heads % shape.num_kv_heads == 0,
               "query heads must be a multiple of key heads");
-  TORCH_CHECK(shape.head_size > 0 && shape.value_head_size > 0 && shape.block_size > 0, "sizes must be positive");
-  TORCH_CHECK(shape.window >= 0 && shape.chunk >= 0 && call.group >= 0, "windows, chunks and groups cannot be negative");
+  CHECK(shape.head_size > 0 && shape.value_head_size > 0 && shape.block_size > 0, "sizes must be positive");
+  CHECK(shape.window >= 0 && shape.chunk >= 0 && call.group >= 0, "windows, chunks and groups cannot be negative");
   check_strided(call.stored, "the cache", 4);
-  TORCH_CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
+  CHECK(call.stored.is_contiguous(), "the cache must be contiguous");
   check_size(call.stored, "the cache", 1, shape.num_kv_heads);
   check_size(call.stored, "the cache", 2, shape.stripes_per_block());
-  dispatch(call.dtype, at::empty({0}, at::kFloat), [&](auto kind, auto) {
+  with_kind(call.dtype, [&](auto kind) {
     const int64_t bytes = StripeLayout<decltype(kind)>(shape).end, given = call.stored.size(3) * call.stored.element_size();
-    TORCH_CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
+    CHECK(given == bytes, "a stripe of the cache has ", given, " bytes, not ", bytes);
   });
 }
 
-void begin_step(CurrentStep& current, int64_t block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
-                const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables) {
-  check_whole(query_lens, "query lengths", 1, at::kLong);
-  check_whole(kv_lens, "key lengths", 1, at::kLong);
+void begin_step(CurrentStep& current, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
+                const std::vector<Tensor>& indices, const std::vector<Tensor>& tables) {
+  check_whole(query_lens, "query lengths", 1, kLong);
+  check_whole(kv_lens, "key lengths", 1, kLong);
   check_size(kv_lens, "key lengths", 0, query_lens.size(0));
-  TORCH_CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
-  TORCH_CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
+  CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
+  CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
   const int64_t *lengths = query_lens.const_data_ptr<int64_t>(), *ends = kv_lens.const_data_ptr<int64_t>();
   const auto step = std::make_shared<Step>();
   step->block_size = int(block_size);
   for (int64_t s = 0; s < query_lens.size(0); ++s) {
-    TORCH_CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
+    CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
                 ends[s], " tokens");
     step->spans.push_back({step->num_rows, ends[s] - lengths[s], ends[s]});
     step->num_rows += lengths[s];
@@ -503,38 +523,44 @@ void begin_step(CurrentStep& current, int64_t block_size, const at::Tensor& quer
   current.set(step);
 }
 
-void write(const Call& call, const at::Tensor& key, const at::Tensor& value) {
+void write(const Call& call, const Tensor& key, const Tensor& value) {
   const auto step = step_of(call);
   check_heads(key, "keys", call.shape.num_kv_heads, call.shape.head_size);
   check_heads(value, "values", call.shape.num_kv_heads, call.shape.value_head_size);
   check_size(value, "values", 0, key.size(0));
-  TORCH_CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
-  const at::Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
-  const at::Tensor& indices = step->groups[call.group].indices;
-  dispatch(call.dtype, key, [&](auto kind, auto input) {
-    write_rows<decltype(kind), decltype(input)>(call, indices, keys, values);
+  CHECK(value.scalar_type() == key.scalar_type(), "keys and values must be of one dtype");
+  const Tensor keys = with_whole_heads(key), values = with_whole_heads(value);
+  const Tensor& indices = step->groups[call.group].indices;
+  check_activations(key.scalar_type());
+  with_kind(call.dtype, [&](auto kind) {
+    if (key.scalar_type() == kFloat) write_rows<decltype(kind), float>(call, indices, keys, values);
+    else write_rows<decltype(kind), bfloat16>(call, indices, keys, values);
   });
 }
 
-at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks) {
+Tensor attend(const Call& call, const Tensor& query, const std::optional<Tensor>& sinks) {
   const auto step = step_of(call);
   check_heads(query, "queries", call.shape.num_heads, call.shape.head_size);
-  TORCH_CHECK(query.size(0) >= step->num_rows, "the step has ", step->num_rows, " tokens, and there are ", query.size(0),
+  CHECK(query.size(0) >= step->num_rows, "the step has ", step->num_rows, " tokens, and there are ", query.size(0),
               " queries");
   if (sinks) {
-    check_whole(*sinks, "sinks", 1, at::kFloat);
+    check_whole(*sinks, "sinks", 1, kFloat);
     check_size(*sinks, "sinks", 0, call.shape.num_heads);
   }
   const std::vector<int64_t>& first_blocks = step->groups[call.group].first_blocks;
   for (size_t s = 0; s < step->spans.size(); ++s)
-    TORCH_CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
+    CHECK(call.shape.first_visible(step->spans[s].start) / step->block_size >= first_blocks[s],
                 "a block that a query sees was let go");
-  const at::Tensor queries = with_whole_heads(query);
+  check_activations(query.scalar_type());
+  const Tensor queries = with_whole_heads(query);
   const int64_t num_rows = query.size(0);
-  at::Tensor output = at::empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.options());
-  if (step->num_rows < num_rows) output.slice(0, step->num_rows).zero_();
-  dispatch(call.dtype, query, [&](auto kind, auto input) {
-    Attention<decltype(kind), decltype(input)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
+  Tensor output = empty({num_rows, call.shape.num_heads, call.shape.value_head_size}, query.scalar_type());
+  if (step->num_rows < num_rows) {
+    const Tensor others = output.narrow(step->num_rows, num_rows - step->num_rows);
+    std::memset(others.data_ptr(), 0, others.nbytes());
+  }
+  with_kind(call.dtype, [&](auto kind) {
+    Attention<decltype(kind)>(call, *step, queries, sinks ? sinks->data_ptr<float>() : nullptr, output).run();
   });
   return output;
 }

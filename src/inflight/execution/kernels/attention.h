@@ -1,7 +1,7 @@
 // Paged attention for a step's spans: how the work is divided, and in which order its parts are merged.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <cstdint>
 #include <memory>
@@ -20,7 +20,7 @@ struct Span {
 
 // Where one cache group's keys and values of this step lie.
 struct GroupStep {
-  at::Tensor indices, tables;  // [T] int64 and [S, max_blocks] int32
+  Tensor indices, tables;  // [T] int64 and [S, max_blocks] int32
   int64_t last_index, last_block;  // the greatest of each, as far as spans reach; -1: there are none
   std::vector<int64_t> first_blocks;  // of each span's table: from here on it names a block in every place
   // A number for each whole tile of each span: spans with equal numbers have the same blocks there.
@@ -54,21 +54,21 @@ class CurrentStep {
 struct Call {
   Shape shape;
   int group;
-  at::Tensor stored;  // `[N, Hkv, stripes, bytes]` of any dtype
-  at::ScalarType dtype;  // of keys and values
+  Tensor stored;  // `[N, Hkv, stripes, bytes]` of any dtype
+  ScalarType dtype;  // of keys and values
   std::shared_ptr<CurrentStep> step;  // of the backend that owns this call
 };
 
 // Refuses sizes that do not fit each other, or the memory that is given.
 void check(const Call& call);
 
-void begin_step(CurrentStep& step, int64_t block_size, const at::Tensor& query_lens, const at::Tensor& kv_lens,
-                const std::vector<at::Tensor>& indices, const std::vector<at::Tensor>& tables);
+void begin_step(CurrentStep& step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
+                const std::vector<Tensor>& indices, const std::vector<Tensor>& tables);
 
 // Store keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the step's cache indices.
-void write(const Call& call, const at::Tensor& key, const at::Tensor& value);
+void write(const Call& call, const Tensor& key, const Tensor& value);
 
 // Queries `[T, H, Dk]`, sinks `[H]` float32; returns `[T, H, Dv]` in the dtype of the queries, 0 in rows of no span.
-at::Tensor attend(const Call& call, const at::Tensor& query, const std::optional<at::Tensor>& sinks);
+Tensor attend(const Call& call, const Tensor& query, const std::optional<Tensor>& sinks);
 
 }  // namespace inflight

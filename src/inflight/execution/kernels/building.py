@@ -1,5 +1,6 @@
 """Compiling the kernels: for this CPU at first use, or for the kinds of CPUs (`Target`) that a wheel carries them for.
 
+They are two libraries: the kernels know no torch, and the bridge (`BRIDGE`), a single file, is built for a version of it.
 Nothing of inflight is imported here, and of torch only its version and its folder: the hook that fills a wheel
 (`tools/wheel_kernels.py`) loads this file by its path.
 """
@@ -8,7 +9,7 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from pathlib import Path
 import torch
 
 SOURCES = Path(__file__).parent
-FLAGS = [  # without contraction: GCC fuses a product and a sum in one copy of a function, and not in another
-    *("-std=c++20", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
-    *("-fvisibility=hidden", "-fvisibility-inlines-hidden"),
-    *("-Wno-psabi", "-Wno-unknown-pragmas"),
+BRIDGE = "torch_bridge.cpp"
+FLAGS = ["-std=c++20", "-fPIC", "-fvisibility=hidden", "-fvisibility-inlines-hidden", "-Wno-psabi"]
+KERNEL_FLAGS = [  # without contraction: GCC fuses a product and a sum in one copy of a function, and not in another
+    *("-O3", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=off"),
 ]
+BRIDGE_FLAGS = ["-O1", "-fopenmp"]
 
 
 @dataclass(frozen=True)
@@ -58,15 +60,15 @@ TARGETS = {  # a later one is better, where it runs
 """By machine."""
 
 
-def torch_version() -> str:
-    """Of the torch here. Only it may load what was built with it, because torch's C++ interface changes between
-    versions; whether it knows CUDA makes no difference."""
-    return torch.__version__.partition("+")[0]
+def carried_kernels_name(target: Target) -> str:
+    """Where in this folder a wheel has the kernels for `target`."""
+    return f"carried/{target.name}.so"
 
 
-def carried_name(target: Target) -> str:
-    """Where in this folder a wheel has the library for `target` and this torch."""
-    return f"carried/torch-{torch_version()}/{target.name}.so"
+def carried_bridge_name() -> str:
+    """Where in this folder a wheel has the bridge for this torch. No other may load it, because torch's C++ interface
+    changes between versions; whether it knows CUDA makes no difference."""
+    return f"carried/torch-{torch.__version__.partition('+')[0]}.so"
 
 
 def compiler() -> str:
@@ -77,31 +79,41 @@ def compiler() -> str:
     return name
 
 
-def build(library: Path, target_flags: Sequence[str]) -> None:
-    """Compile all sources on all cores that this process may use, and link them.
+def build_kernels(library: Path, target_flags: Sequence[str]) -> None:
+    """Compile the kernels for a CPU, with the compiler's flags for it. Raises as `build_bridge`."""
+    sources = set(SOURCES.glob("*.cpp")) - {SOURCES / BRIDGE}
+    _build(library, sources, [*FLAGS, *KERNEL_FLAGS, *target_flags], [])
+
+
+def build_bridge(library: Path) -> None:
+    """Compile the bridge to the torch here.
 
     Args:
         library: where to; replaced at once, so nobody sees half of one.
-        target_flags: the compiler's flags for the CPU that is to run it.
 
     Raises:
         OSError: there is no compiler, or no room.
         RuntimeError: the compiler failed; with what it said.
     """
-    flags = [*FLAGS, *target_flags]
-    torch_folder = Path(torch.__file__).parent
-    include = [f"-isystem{torch_folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
+    folder = Path(torch.__file__).parent
+    include = [f"-isystem{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
+    flags = [*FLAGS, *BRIDGE_FLAGS, *include]
+    _build(library, [SOURCES / BRIDGE], flags, [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu"])
+
+
+def _build(library: Path, sources: Iterable[Path], flags: list[str], libraries: list[str]) -> None:
+    """On all cores that this process may use, large files first: they take longest, and so all cores end together."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
 
         def compile_source(source: Path) -> str:
             compiled = f"{folder}/{source.stem}.o"
-            _run([*flags, *include, "-c", str(source), "-o", compiled])
+            _run([*flags, "-c", str(source), "-o", compiled])
             return compiled
 
         with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
-            objects = list(pool.map(compile_source, sorted(SOURCES.glob("*.cpp"))))
+            objects = list(pool.map(compile_source, sorted(sources, key=lambda source: -source.stat().st_size)))
         linked = f"{folder}/linked.so"
-        _run(["-shared", *flags, *objects, f"-L{torch_folder / 'lib'}", "-lc10", "-ltorch_cpu", "-o", linked])
+        _run(["-shared", *flags, *objects, *libraries, "-o", linked])
         os.replace(linked, library)
 
 

@@ -1,6 +1,5 @@
 #include "exchange.h"
 
-#include <ATen/ops/empty.h>
 #include <sched.h>
 #include <sys/mman.h>
 #include <unistd.h>
@@ -51,9 +50,9 @@ void copy(char* to, const char* from, int64_t bytes) {
   for_each_range(bytes, kLeastBytes, [&](int64_t begin, int64_t end) { std::memcpy(to + begin, from + begin, end - begin); });
 }
 
-void check_exchanged(const at::Tensor& rows) {
+void check_exchanged(const Tensor& rows) {
   check_strided(rows, "rows", rows.dim());
-  TORCH_CHECK(rows.dim() > 0 && (rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kBFloat16),
+  CHECK(rows.dim() > 0 && (rows.scalar_type() == kFloat || rows.scalar_type() == kBFloat16),
               "rows must be float32 or bfloat16");
 }
 
@@ -71,13 +70,13 @@ struct alignas(128) Exchange::Said {
 
 Exchange::Exchange(int64_t file, int64_t rank, int64_t num_ranks, int64_t place_bytes)
     : rank_(rank), num_ranks_(num_ranks), place_bytes_(round_up(std::max<int64_t>(place_bytes, 1), kAlignment)) {
-  TORCH_CHECK(0 <= rank && rank < num_ranks && num_ranks <= kMostRanks && place_bytes <= int64_t(1) << 30,
+  CHECK(0 <= rank && rank < num_ranks && num_ranks <= kMostRanks && place_bytes <= int64_t(1) << 30,
               "there is no rank ", rank, " of ", num_ranks, " with places of ", place_bytes, " bytes");
   const int64_t heads = round_up(int64_t(sizeof(Said)) * (num_ranks + 1), kAlignment);
   file_bytes_ = heads + 2 * num_ranks * place_bytes_;
-  TORCH_CHECK(ftruncate(int(file), file_bytes_) == 0, "the file of the ranks cannot have ", file_bytes_, " bytes");
+  CHECK(ftruncate(int(file), file_bytes_) == 0, "the file of the ranks cannot have ", file_bytes_, " bytes");
   void* memory = mmap(nullptr, file_bytes_, PROT_READ | PROT_WRITE, MAP_SHARED, int(file), 0);
-  TORCH_CHECK(memory != MAP_FAILED, "the file of the ranks cannot be mapped");
+  CHECK(memory != MAP_FAILED, "the file of the ranks cannot be mapped");
   memory_ = static_cast<char*>(memory);
   head_ = reinterpret_cast<Head*>(memory_);
   said_ = reinterpret_cast<Said*>(memory_ + sizeof(Said));
@@ -86,7 +85,7 @@ Exchange::Exchange(int64_t file, int64_t rank, int64_t num_ranks, int64_t place_
 Exchange::~Exchange() { munmap(memory_, file_bytes_); }
 
 void Exchange::begin(int64_t step) {
-  TORCH_CHECK(step >= int64_t(step_) && step < int64_t(1) << 32, "after step ", step_, " there is no step ", step);
+  CHECK(step >= int64_t(step_) && step < int64_t(1) << 32, "after step ", step_, " there is no step ", step);
   step_ = step;
   meeting_ = step_ << 32;
 }
@@ -112,13 +111,13 @@ void Exchange::wait_for_others() {
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     for (int64_t looks = 1; rank != rank_; ++looks) {
       const uint64_t meeting = said_[rank].meeting.load(std::memory_order_acquire);
-      TORCH_CHECK(meeting >> 32 <= step_, "rank ", rank, " has given up step ", step_);
+      CHECK(meeting >> 32 <= step_, "rank ", rank, " has given up step ", step_);
       if (meeting >= meeting_) break;
       if (looks % kLooksInTurn) {
         rest();
         continue;
       }
-      TORCH_CHECK(!head_->has_ended.load(std::memory_order_acquire), "a rank has ended");
+      CHECK(!head_->has_ended.load(std::memory_order_acquire), "a rank has ended");
       if (start == Clock::time_point::min()) start = Clock::now();
       const auto waited = Clock::now() - start;
       if (waited > kYielding)
@@ -129,13 +128,13 @@ void Exchange::wait_for_others() {
   }
 }
 
-at::Tensor Exchange::sum(const at::Tensor& given) {
+Tensor Exchange::sum(const Tensor& given) {
   check_exchanged(given);
-  const at::Tensor rows = given.contiguous();
-  at::Tensor sums = at::empty(rows.sizes(), rows.options());
+  const Tensor rows = given.contiguous();
+  Tensor sums = empty(rows.sizes(), rows.scalar_type());
   const int64_t bytes = rows.nbytes(), size = rows.element_size();
   const char* from = static_cast<const char*>(rows.const_data_ptr());
-  char* to = static_cast<char*>(sums.mutable_data_ptr());
+  char* to = static_cast<char*>(sums.data_ptr());
   const char* places[kMostRanks];
   for (int64_t done = 0; done < bytes; done += place_bytes_) {
     const int64_t length = std::min(place_bytes_, bytes - done);
@@ -144,27 +143,27 @@ at::Tensor Exchange::sum(const at::Tensor& given) {
     wait_for_others();
     for (int64_t rank = 0; rank < num_ranks_; ++rank) places[rank] = place(rank);
     for_each_range(length / size, kLeastBytes / size, [&](int64_t begin, int64_t end) {
-      if (rows.scalar_type() == at::kFloat)
+      if (rows.scalar_type() == kFloat)
         add_places(places, num_ranks_, begin, end, reinterpret_cast<float*>(to + done));
       else
-        add_places(places, num_ranks_, begin, end, reinterpret_cast<at::BFloat16*>(to + done));
+        add_places(places, num_ranks_, begin, end, reinterpret_cast<bfloat16*>(to + done));
     });
   }
   return sums;
 }
 
-at::Tensor Exchange::gather(const at::Tensor& given) {
+Tensor Exchange::gather(const Tensor& given) {
   check_exchanged(given);
-  const at::Tensor rows = given.contiguous();
-  std::vector<int64_t> sizes = rows.sizes().vec();
+  const Tensor rows = given.contiguous();
+  std::vector<int64_t> sizes(rows.sizes().begin(), rows.sizes().end());
   sizes.back() *= num_ranks_;
-  at::Tensor gathered = at::empty(sizes, rows.options());
+  Tensor gathered = empty(sizes, rows.scalar_type());
   const int64_t row_bytes = rows.size(-1) * rows.element_size();
   if (row_bytes == 0) return gathered;
-  TORCH_CHECK(row_bytes <= place_bytes_, "a row of ", row_bytes, " bytes does not fit the places of the ranks");
+  CHECK(row_bytes <= place_bytes_, "a row of ", row_bytes, " bytes does not fit the places of the ranks");
   const int64_t num_rows = rows.nbytes() / row_bytes, rows_at_once = place_bytes_ / row_bytes;
   const char* from = static_cast<const char*>(rows.const_data_ptr());
-  char* to = static_cast<char*>(gathered.mutable_data_ptr());
+  char* to = static_cast<char*>(gathered.data_ptr());
   for (int64_t done = 0; done < num_rows; done += rows_at_once) {
     const int64_t number = std::min(rows_at_once, num_rows - done);
     ++meeting_;

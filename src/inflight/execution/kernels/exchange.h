@@ -7,7 +7,7 @@
 // written into the other since.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <atomic>
 #include <cstdint>
@@ -30,9 +30,9 @@ class Exchange {
   void end();
 
   // Rows `[…, n]`, float32 or bfloat16, of each rank; returns their sum, added in float32 and rounded once.
-  at::Tensor sum(const at::Tensor& rows);
+  Tensor sum(const Tensor& rows);
   // Rows `[…, n]` of each rank; returns `[…, num_ranks * n]`, side by side.
-  at::Tensor gather(const at::Tensor& rows);
+  Tensor gather(const Tensor& rows);
 
  private:
   struct Head;

@@ -1,7 +1,5 @@
 #include "experts.h"
 
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <cstring>
 #include <numeric>
@@ -37,9 +35,9 @@ void apply_gate(const Value* row, int64_t size, Activation activation, Value* to
 }
 
 template <class Value>
-at::Tensor gated(const at::Tensor& projected, Activation activation) {
+Tensor gated(const Tensor& projected, Activation activation) {
   const int64_t num_rows = projected.size(0), size = projected.size(1) / 2;
-  at::Tensor output = at::empty({num_rows, size}, projected.options());
+  Tensor output = empty({num_rows, size}, projected.scalar_type());
   const Value* from = projected.const_data_ptr<Value>();
   Value* to = output.data_ptr<Value>();
   for_each_range(num_rows, std::max<int64_t>(1, kElementsAtOnce / std::max<int64_t>(size, 1)),
@@ -52,12 +50,12 @@ at::Tensor gated(const at::Tensor& projected, Activation activation) {
 
 // Choices sorted by expert; within an expert they keep their order.
 struct Deal {
-  at::Tensor choices;
+  Tensor choices;
   std::vector<int64_t> firsts, order;  // of each expert, and after the last one; the number of each choice
 
-  Deal(const at::Tensor& chosen, int64_t num_experts) : choices(chosen.contiguous()), firsts(num_experts + 1, 0) {
+  Deal(const Tensor& chosen, int64_t num_experts) : choices(chosen.contiguous()), firsts(num_experts + 1, 0) {
     check_strided(chosen, "choices", 2);
-    TORCH_CHECK(chosen.scalar_type() == at::kLong, "choices must be int64");
+    CHECK(chosen.scalar_type() == kLong, "choices must be int64");
     const int64_t* expert_of = choices.const_data_ptr<int64_t>();
     const auto exists = [&](int64_t i) { return expert_of[i] >= 0 && expert_of[i] < num_experts; };
     for (int64_t i = 0; i < choices.numel(); ++i)
@@ -79,7 +77,7 @@ struct Deal {
     const auto run_one = [&](int64_t i) {
       run(chosen[i], firsts[chosen[i]], firsts[chosen[i] + 1] - firsts[chosen[i]]);
     };
-    const int64_t num_chosen = int64_t(chosen.size()), num_threads = at::get_num_threads();
+    const int64_t num_chosen = int64_t(chosen.size()), num_threads = thread_count();
     const int64_t num_turns = (num_chosen + num_threads - 1) / num_threads;
     if (4 * num_turns * num_threads <= 5 * num_chosen && firsts.back() <= kFewRows * num_chosen)
       return for_each_item(num_chosen, run_one);
@@ -97,13 +95,13 @@ void for_each_row(int64_t count, int64_t size, const Copy& copy) {
 }
 
 // The tokens of `x` `[T, hidden]`, dealt out to experts that there are.
-at::Tensor dealt(const at::Tensor& x, const Deal& deal) {
+Tensor dealt(const Tensor& x, const Deal& deal) {
   check_rows(x, "tokens");
   check_size(deal.choices, "choices", 0, x.size(0));
-  const at::Tensor tokens = x.contiguous();
+  const Tensor tokens = x.contiguous();
   const int64_t size = tokens.size(1), row_bytes = size * tokens.element_size(), num_chosen = deal.choices.size(1);
   const auto num_rows = int64_t(deal.order.size());
-  at::Tensor rows = at::empty({num_rows, size}, tokens.options());
+  Tensor rows = empty({num_rows, size}, tokens.scalar_type());
   const auto* from = static_cast<const char*>(tokens.const_data_ptr());
   auto* to = static_cast<char*>(rows.data_ptr());
   for_each_row(num_rows, size, [&](int64_t i) {
@@ -128,17 +126,17 @@ const int32_t* from(const std::vector<int32_t>& adapters, int64_t first) {
 }
 
 // A row of `size` for each choice; 0 for the choices of experts that there are not.
-at::Tensor rows_of_choices(const Deal& deal, int64_t size, const at::Tensor& like) {
+Tensor rows_of_choices(const Deal& deal, int64_t size, const Tensor& like) {
   const int64_t num_rows = deal.choices.numel();
-  if (int64_t(deal.order.size()) == num_rows) return at::empty({num_rows, size}, like.options());
-  return at::zeros({num_rows, size}, like.options());
+  if (int64_t(deal.order.size()) == num_rows) return empty({num_rows, size}, like.scalar_type());
+  return zeros({num_rows, size}, like.scalar_type());
 }
 
 // Applies an expert's second projection to its rows, and puts what it gives where the choices are.
-void project_back(const Expert& expert, const at::Tensor& rows, const Deal& deal, const int32_t* adapters, int64_t first,
-                  at::Tensor& output) {
+void project_back(const Expert& expert, const Tensor& rows, const Deal& deal, const int32_t* adapters, int64_t first,
+                  Tensor& output) {
   check_size(output, "a projection of experts", 1, expert.down->out_features);
-  at::Tensor given = at::empty({rows.size(0), output.size(1)}, rows.options());
+  Tensor given = empty({rows.size(0), output.size(1)}, rows.scalar_type());
   apply_to(*expert.down, rows, adapters, given);
   const int64_t size = output.size(1), row_bytes = size * output.element_size();
   const auto* rows_given = static_cast<const char*>(given.const_data_ptr());
@@ -148,9 +146,9 @@ void project_back(const Expert& expert, const at::Tensor& rows, const Deal& deal
   });
 }
 
-at::Tensor gated(const at::Tensor& projected, Activation activation) {
-  return projected.scalar_type() == at::kFloat ? gated<float>(projected, activation)
-                                               : gated<at::BFloat16>(projected, activation);
+Tensor gated(const Tensor& projected, Activation activation) {
+  return projected.scalar_type() == kFloat ? gated<float>(projected, activation)
+                                               : gated<bfloat16>(projected, activation);
 }
 
 // A partial vector is computed like a whole one.
@@ -177,64 +175,64 @@ void add_weighted(const Value* rows, const float* weights, int64_t num_rows, int
 
 }  // namespace
 
-at::Tensor weighted_sum(const at::Tensor& rows, const at::Tensor& weights) {
+Tensor weighted_sum(const Tensor& rows, const Tensor& weights) {
   check_rows(rows, "rows of choices");
   check_rows(weights, "weights of choices");
   const int64_t num_tokens = weights.size(0), num_chosen = weights.size(1), size = rows.size(1);
   check_size(rows, "rows of choices", 0, num_tokens * num_chosen);
-  const at::Tensor from = rows.contiguous(), factors = weights.to(at::kFloat).contiguous();
-  at::Tensor output = at::empty({num_tokens, size}, rows.options());
+  const Tensor from = rows.contiguous(), factors = padded_rows(weights, num_chosen, kFloat);
+  Tensor output = empty({num_tokens, size}, rows.scalar_type());
   const auto run = [&]<class Value>(Value* to) {
     for_each_row(num_tokens, size * num_chosen, [&](int64_t token) {
       add_weighted(from.const_data_ptr<Value>() + token * num_chosen * size,
                    factors.const_data_ptr<float>() + token * num_chosen, num_chosen, size, to + token * size);
     });
   };
-  if (rows.scalar_type() == at::kFloat) run(output.data_ptr<float>());
-  else run(output.data_ptr<at::BFloat16>());
+  if (rows.scalar_type() == kFloat) run(output.data_ptr<float>());
+  else run(output.data_ptr<bfloat16>());
   return output;
 }
 
-at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts) {
-  TORCH_CHECK(!experts.empty(), "there are no experts");
+Tensor project_up(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts) {
+  CHECK(!experts.empty(), "there are no experts");
   const Deal deal(chosen, int64_t(experts.size()));
-  const at::Tensor tokens = dealt(x, deal);
+  const Tensor tokens = dealt(x, deal);
   const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().up);
-  at::Tensor output = rows_of_choices(deal, experts.front().up->out_features, x);
+  Tensor output = rows_of_choices(deal, experts.front().up->out_features, x);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
     check_size(output, "a projection of experts", 1, experts[expert].up->out_features);
-    at::Tensor rows = output.narrow(0, first, count);
-    apply_to(*experts[expert].up, tokens.narrow(0, first, count), from(adapters, first), rows);
+    Tensor rows = output.narrow(first, count);
+    apply_to(*experts[expert].up, tokens.narrow(first, count), from(adapters, first), rows);
   });
   return output;
 }
 
-at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const std::vector<Expert>& experts) {
-  TORCH_CHECK(!experts.empty(), "there are no experts");
+Tensor project_down(const Tensor& rows, const Tensor& chosen, const std::vector<Expert>& experts) {
+  CHECK(!experts.empty(), "there are no experts");
   check_rows(rows, "rows of experts");
   const Deal deal(chosen, int64_t(experts.size()));
   check_size(rows, "rows of experts", 0, chosen.numel());
   const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().down);
-  at::Tensor output = rows_of_choices(deal, experts.front().down->out_features, rows);
+  Tensor output = rows_of_choices(deal, experts.front().down->out_features, rows);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
-    project_back(experts[expert], rows.narrow(0, first, count), deal, from(adapters, first), first, output);
+    project_back(experts[expert], rows.narrow(first, count), deal, from(adapters, first), first, output);
   });
   return output;
 }
 
 // Expert by expert, so that what is between the projections stays in a cache.
-at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
+Tensor run_experts(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation) {
-  TORCH_CHECK(!experts.empty(), "there are no experts");
-  TORCH_CHECK(activation, "these experts have no usual gate");
+  CHECK(!experts.empty(), "there are no experts");
+  CHECK(activation, "these experts have no usual gate");
   const Deal deal(chosen, int64_t(experts.size()));
-  const at::Tensor tokens = dealt(x, deal);
+  const Tensor tokens = dealt(x, deal);
   const std::vector<int32_t> adapters = dealt_adapters(deal, *experts.front().up);
-  at::Tensor output = rows_of_choices(deal, tokens.size(1), x);
+  Tensor output = rows_of_choices(deal, tokens.size(1), x);
   deal.for_each_expert([&](size_t expert, int64_t first, int64_t count) {
     const Expert& own = experts[expert];
-    at::Tensor projected = at::empty({count, own.up->out_features}, tokens.options());
-    apply_to(*own.up, tokens.narrow(0, first, count), from(adapters, first), projected);
+    Tensor projected = empty({count, own.up->out_features}, tokens.scalar_type());
+    apply_to(*own.up, tokens.narrow(first, count), from(adapters, first), projected);
     project_back(own, gated(projected, activation), deal, from(adapters, first), first, output);
   });
   return output;

@@ -15,17 +15,17 @@ struct Expert {
 
 // Of tokens `[T, hidden]` and the numbers of the experts that each has chosen, `[T, K]` int64: what the first projection
 // of each choice's expert gives, `[T * K, out]`, sorted by expert. At the end, 0 for experts that there are not.
-at::Tensor project_up(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts);
+Tensor project_up(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts);
 
 // From rows `[T * K, in]` in that order what the second projection gives, `[T * K, hidden]`, in the order of the choices.
-at::Tensor project_down(const at::Tensor& rows, const at::Tensor& chosen, const std::vector<Expert>& experts);
+Tensor project_down(const Tensor& rows, const Tensor& chosen, const std::vector<Expert>& experts);
 
 // Both, and between them the usual gate: the activation of the first half of a row times the other half.
-at::Tensor run_experts(const at::Tensor& x, const at::Tensor& chosen, const std::vector<Expert>& experts,
+Tensor run_experts(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation);
 
 // Of rows of choices `[T * K, hidden]` and the choices' weights `[T, K]`, float32 or bfloat16, each token's weighted sum
 // `[T, hidden]`, in the dtype of the rows. Choices are added up in their order, in float32, and rounded once.
-at::Tensor weighted_sum(const at::Tensor& rows, const at::Tensor& weights);
+Tensor weighted_sum(const Tensor& rows, const Tensor& weights);
 
 }  // namespace inflight

@@ -1,10 +1,12 @@
 #include "greedy.h"
 
-#include "parallel.h"
-#include <ATen/ops/empty.h>
+#include <cmath>
+#include <limits>
+#include <vector>
 
 #include "checks.h"
 #include "convert.h"
+#include "parallel.h"
 
 namespace inflight {
 namespace {
@@ -42,7 +44,7 @@ Best best_of_piece(const Input* row, int64_t begin, int64_t end) {
 }
 
 template <class Input>
-void greedy_rows(const at::Tensor& logits, at::Tensor& tokens) {
+void greedy_rows(const Tensor& logits, Tensor& tokens) {
   const int64_t num_rows = logits.size(0), size = logits.size(1), num_pieces = (size + kPieceSize - 1) / kPieceSize;
   const Input* data = logits.data_ptr<Input>();
   std::vector<Best> best(num_rows * num_pieces);
@@ -64,15 +66,15 @@ void greedy_rows(const at::Tensor& logits, at::Tensor& tokens) {
 
 }  // namespace
 
-at::Tensor greedy(const at::Tensor& logits) {
+Tensor greedy(const Tensor& logits) {
   check_rows(logits, "logits");
-  const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
-  at::Tensor tokens = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
-  if (rows.scalar_type() == at::kFloat) {
+  const Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
+  Tensor tokens = empty({rows.size(0)}, kLong);
+  if (rows.scalar_type() == kFloat) {
     greedy_rows<float>(rows, tokens);
   } else {
-    TORCH_CHECK(rows.scalar_type() == at::kBFloat16, "logits must be float32 or bfloat16");
-    greedy_rows<at::BFloat16>(rows, tokens);
+    CHECK(rows.scalar_type() == kBFloat16, "logits must be float32 or bfloat16");
+    greedy_rows<bfloat16>(rows, tokens);
   }
   return tokens;
 }

@@ -1,8 +1,6 @@
 #include "grouped.h"
 
 #include "parallel.h"
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <cmath>
 #include <cstring>
@@ -47,7 +45,7 @@ int read_number(const Grouped& layout, const uint8_t* chunk, int64_t output, int
 
 float read_scale(const Grouped& layout, const uint8_t* scales, int64_t index) {
   const uint8_t* from = scales + layout.scale_bytes * index;
-  return layout.scale_bytes == 4 ? load<float>(from) : float(load<at::Half>(from));
+  return layout.scale_bytes == 4 ? load<float>(from) : float(load<float16>(from));
 }
 
 float decoded(const Grouped& layout, int number) {
@@ -63,29 +61,34 @@ float decoded(const Grouped& layout, int number) {
 constexpr uint8_t kTableE2M1[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr uint8_t kTableNonlinear[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
 
+int64_t number_of(Sizes layout, size_t place) {
+  CHECK(place < layout.size(), "a layout cannot have ", layout.size(), " numbers");
+  return layout[place];
+}
+
 }  // namespace
 
 const uint8_t* Grouped::table() const {
   return code == Code::kE2M1 ? kTableE2M1 : code == Code::kNonlinear ? kTableNonlinear : nullptr;
 }
 
-Grouped::Grouped(at::IntArrayRef layout)
-    : bits(layout.at(0)),
-      coarse(layout.at(1)),
-      fine(layout.at(2)),
-      minima(layout.at(3)),
-      middle(layout.at(4)),
-      scale_bytes(layout.at(5)),
-      code(Code(layout.at(6))) {
-  TORCH_CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "numbers cannot have ", bits, " bits");
-  TORCH_CHECK(coarse > 0 && coarse % kChunk == 0 && coarse < 1 << 24, "a coarse scale cannot stand for ", coarse, " inputs");
-  TORCH_CHECK(fine >= 0 && fine <= 2, "a chunk cannot have ", fine, " fine scales");
-  TORCH_CHECK(code >= Code::kWhole && code <= Code::kNonlinear, "there is no code ", int64_t(code));
-  TORCH_CHECK(middle >= 0 && middle < 1 << (table() ? 8 : bits), "the middle cannot be ", middle);
-  TORCH_CHECK(!minima || middle == 0, "numbers above a minimum cannot have a middle");
-  TORCH_CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
-  TORCH_CHECK(!table() || bits == 4, "numbers of ", bits, " bits cannot be looked up");
-  TORCH_CHECK(code != Code::kE4M3 || bits == 8, "a float of eight bits cannot have ", bits);
+Grouped::Grouped(Sizes layout)
+    : bits(number_of(layout, 0)),
+      coarse(number_of(layout, 1)),
+      fine(number_of(layout, 2)),
+      minima(number_of(layout, 3)),
+      middle(number_of(layout, 4)),
+      scale_bytes(number_of(layout, 5)),
+      code(Code(number_of(layout, 6))) {
+  CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "numbers cannot have ", bits, " bits");
+  CHECK(coarse > 0 && coarse % kChunk == 0 && coarse < 1 << 24, "a coarse scale cannot stand for ", coarse, " inputs");
+  CHECK(fine >= 0 && fine <= 2, "a chunk cannot have ", fine, " fine scales");
+  CHECK(code >= Code::kWhole && code <= Code::kNonlinear, "there is no code ", int64_t(code));
+  CHECK(middle >= 0 && middle < 1 << (table() ? 8 : bits), "the middle cannot be ", middle);
+  CHECK(!minima || middle == 0, "numbers above a minimum cannot have a middle");
+  CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
+  CHECK(!table() || bits == 4, "numbers of ", bits, " bits cannot be looked up");
+  CHECK(code != Code::kE4M3 || bits == 8, "a float of eight bits cannot have ", bits);
 }
 
 void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers) {
@@ -105,37 +108,37 @@ void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uin
   for (int part = 0; part < layout.bits - 4; ++part) store(own + 256 + part * 64, high[part]);
 }
 
-void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features) {
-  TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
-  TORCH_CHECK(in_features < int64_t(1) << 40 && out_features < int64_t(1) << 40, "a layer is too large");
-  check_whole(panels, "panels", 2, at::kByte);
+void check_grouped(const Grouped& layout, const Tensor& panels, int64_t out_features, int64_t in_features) {
+  CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
+  CHECK(in_features < int64_t(1) << 40 && out_features < int64_t(1) << 40, "a layer is too large");
+  check_whole(panels, "panels", 2, kByte);
   check_size(panels, "panels", 0, (out_features + kPanelOutputs - 1) / kPanelOutputs);
   check_size(panels, "panels", 1, layout.num_runs(in_features) * layout.run_bytes());
 }
 
-at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const at::Tensor& coarse,
-                        const std::optional<at::Tensor>& fine, const std::optional<at::Tensor>& coarse_minima,
-                        const std::optional<at::Tensor>& fine_minima) {
+Tensor pack_grouped(Sizes words, const Tensor& numbers, const Tensor& coarse,
+                        const std::optional<Tensor>& fine, const std::optional<Tensor>& coarse_minima,
+                        const std::optional<Tensor>& fine_minima) {
   const Grouped layout(words);
-  check_whole(numbers, "numbers", 2, at::kByte);
-  TORCH_CHECK(numbers.numel() > 0, "a layer must have inputs and outputs");
+  check_whole(numbers, "numbers", 2, kByte);
+  CHECK(numbers.numel() > 0, "a layer must have inputs and outputs");
   const int64_t out = numbers.size(0), in = numbers.size(1), num_runs = layout.num_runs(in);
   const int64_t num_chunks = num_runs * layout.chunks();
-  const auto check = [&](const std::optional<at::Tensor>& each, const char* name, bool needed, at::ScalarType dtype,
+  const auto check = [&](const std::optional<Tensor>& each, const char* name, bool needed, ScalarType dtype,
                          int64_t size) {
-    TORCH_CHECK(each.has_value() == needed, "this layout has ", needed ? "" : "no ", name);
+    CHECK(each.has_value() == needed, "this layout has ", needed ? "" : "no ", name);
     if (!needed) return;
     check_whole(*each, name, 2, dtype);
     check_size(*each, name, 0, out);
     check_size(*each, name, 1, size);
   };
-  const at::ScalarType scale_type = layout.scale_bytes == 4 ? at::kFloat : at::kHalf;
+  const ScalarType scale_type = layout.scale_bytes == 4 ? kFloat : kHalf;
   check(coarse, "coarse scales", true, scale_type, num_runs);
-  check(fine, "fine scales", layout.fine > 0, at::kChar, num_chunks * layout.fine);
+  check(fine, "fine scales", layout.fine > 0, kChar, num_chunks * layout.fine);
   check(coarse_minima, "coarse minima", layout.minima, scale_type, num_runs);
-  check(fine_minima, "fine minima", layout.minima && layout.fine > 0, at::kChar, num_chunks);
+  check(fine_minima, "fine minima", layout.minima && layout.fine > 0, kChar, num_chunks);
   const int64_t num_panels = (out + kPanelOutputs - 1) / kPanelOutputs;
-  at::Tensor panels = at::zeros({num_panels, num_runs * layout.run_bytes()}, at::kByte);
+  Tensor panels = zeros({num_panels, num_runs * layout.run_bytes()}, kByte);
   const auto* from = numbers.const_data_ptr<uint8_t>();
   const auto* scales = static_cast<const uint8_t*>(coarse.const_data_ptr());
   const auto* least = layout.minima ? static_cast<const uint8_t*>(coarse_minima->const_data_ptr()) : nullptr;
@@ -167,17 +170,17 @@ at::Tensor pack_grouped(at::IntArrayRef words, const at::Tensor& numbers, const 
   return panels;
 }
 
-at::Tensor grouped_rows(at::IntArrayRef words, const at::Tensor& panels, const at::Tensor& rows, int64_t out_features,
-                        int64_t in_features, at::ScalarType dtype) {
+Tensor grouped_rows(Sizes words, const Tensor& panels, const Tensor& rows, int64_t out_features,
+                        int64_t in_features, ScalarType dtype) {
   const Grouped layout(words);
   check_grouped(layout, panels, out_features, in_features);
-  check_whole(rows, "row numbers", 1, at::kLong);
+  check_whole(rows, "row numbers", 1, kLong);
   const int64_t num_rows = rows.size(0), half = layout.fine == 2 ? kChunk / 2 : kChunk;
   const auto* numbers = rows.const_data_ptr<int64_t>();
   for (int64_t i = 0; i < num_rows; ++i)
-    TORCH_CHECK(numbers[i] >= 0 && numbers[i] < out_features, "there is no row ", numbers[i]);
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "rows cannot be ", dtype);
-  at::Tensor output = at::empty({num_rows, in_features}, dtype);
+    CHECK(numbers[i] >= 0 && numbers[i] < out_features, "there is no row ", numbers[i]);
+  CHECK(dtype == kFloat || dtype == kBFloat16, "rows cannot be ", dtype);
+  Tensor output = empty({num_rows, in_features}, dtype);
   const auto fill = [&](auto* to) {
     for_each_range(num_rows, 1 + 32768 / in_features, [&](int64_t begin, int64_t end) {
       for (int64_t row = begin; row < end; ++row) {
@@ -199,8 +202,8 @@ at::Tensor grouped_rows(at::IntArrayRef words, const at::Tensor& panels, const a
       }
     });
   };
-  if (dtype == at::kFloat) fill(output.data_ptr<float>());
-  else fill(output.data_ptr<at::BFloat16>());
+  if (dtype == kFloat) fill(output.data_ptr<float>());
+  else fill(output.data_ptr<bfloat16>());
   return output;
 }
 

@@ -12,7 +12,7 @@
 // next four, and so on. Numbers of eight bits have a whole byte each.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <optional>
 
@@ -39,7 +39,7 @@ struct Grouped {
   Code code;
 
   // From these seven, in this order. Refuses what no kernel reads.
-  explicit Grouped(at::IntArrayRef layout);
+  explicit Grouped(Sizes layout);
 
   // What sixteen numbers stand for, where they are looked up; else nullptr.
   const uint8_t* table() const;
@@ -57,20 +57,20 @@ struct Grouped {
 void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers);
 
 // Refuses panels that are not `[out / 32, runs * run_bytes]` uint8 for a weight `[out, in]`.
-void check_grouped(const Grouped& layout, const at::Tensor& panels, int64_t out_features, int64_t in_features);
+void check_grouped(const Grouped& layout, const Tensor& panels, int64_t out_features, int64_t in_features);
 
 // Panels from numbers `[out, in]` uint8, coarse scales `[out, runs]` float16 or float32, fine ones
 // `[out, runs * chunks * fine]` int8, and minima: coarse like the scales, fine `[out, runs * chunks]`.
-at::Tensor pack_grouped(at::IntArrayRef layout, const at::Tensor& numbers, const at::Tensor& coarse,
-                        const std::optional<at::Tensor>& fine, const std::optional<at::Tensor>& coarse_minima,
-                        const std::optional<at::Tensor>& fine_minima);
+Tensor pack_grouped(Sizes layout, const Tensor& numbers, const Tensor& coarse,
+                        const std::optional<Tensor>& fine, const std::optional<Tensor>& coarse_minima,
+                        const std::optional<Tensor>& fine_minima);
 
 // The rows of a weight `[out, in]` that `rows` `[n]` int64 names, `[n, in]`, float32 or bfloat16.
-at::Tensor grouped_rows(at::IntArrayRef layout, const at::Tensor& panels, const at::Tensor& rows, int64_t out_features,
-                        int64_t in_features, at::ScalarType dtype);
+Tensor grouped_rows(Sizes layout, const Tensor& panels, const Tensor& rows, int64_t out_features,
+                        int64_t in_features, ScalarType dtype);
 
 // All rows.
-at::Tensor grouped_values(at::IntArrayRef layout, const at::Tensor& panels, int64_t out_features, int64_t in_features,
-                          at::ScalarType dtype);
+Tensor grouped_values(Sizes layout, const Tensor& panels, int64_t out_features, int64_t in_features,
+                          ScalarType dtype);
 
 }  // namespace inflight

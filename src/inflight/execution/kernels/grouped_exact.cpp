@@ -1,5 +1,4 @@
 // Weights in groups that are expanded to the activations' dtype, and then multiplied as in a plain panel.
-#include <ATen/ops/empty.h>
 
 #include <array>
 #include <cstring>
@@ -94,52 +93,57 @@ struct Values<Kind, BFloat16Rows> {
 
 #endif
 
-// Some chunks' weights in the activations' dtype, as they lie in a plain panel.
+// Writes some chunks' weights in the activations' dtype, as they lie in a plain panel.
 template <class Kind, class Rows>
-struct Expanded {
-  using Stored = typename Rows::Stored;
-  static constexpr int64_t kMaxChunks = 16384 / (kChunk * kPanelOutputs * sizeof(Stored)), kPack = Rows::kPack;
-
-  alignas(64) Stored weights[kMaxChunks * kChunk * kPanelOutputs];
-
-  [[gnu::flatten]] void take(FromPanel<Kind>& from, int64_t num_chunks) {
-    for (Stored* to = weights; num_chunks > 0; --num_chunks, to += kChunk * kPanelOutputs, from.end_chunk()) {
-      from.begin_chunk(0, kVectors);
-      for (int v = 0; v < kVectors; ++v) {
-        const Floats minimum = from.minimum(v);
-        for (int part = 0; part < Kind::kParts; ++part) {
-          const Values<Kind, Rows> values(from.scale(v, part), minimum, int(from.layout.middle));
-          for (int eight = part * 4 / Kind::kParts; eight < (part + 1) * 4 / Kind::kParts; ++eight) {
-            Quads quads[2];
-            from.read(v, eight, quads[0], quads[1]);
-            for (int half = 0; half < 2; ++half)
-              values.store_quads(quads[half], to + (eight * 8 + half * 4) * kPanelOutputs + v * kLanes * kPack);
-          }
+[[gnu::flatten]] void expand(PanelReader& reader, int64_t num_chunks, typename Rows::Stored* to) {
+  FromPanel<Kind> from(reader);
+  for (; num_chunks > 0; --num_chunks, to += kChunk * kPanelOutputs, from.end_chunk()) {
+    from.begin_chunk(0, kVectors);
+    for (int v = 0; v < kVectors; ++v) {
+      const Floats minimum = from.minimum(v);
+      for (int part = 0; part < Kind::kParts; ++part) {
+        const Values<Kind, Rows> values(from.scale(v, part), minimum, int(from.layout->middle));
+        for (int eight = part * 4 / Kind::kParts; eight < (part + 1) * 4 / Kind::kParts; ++eight) {
+          Quads quads[2];
+          from.read(v, eight, quads[0], quads[1]);
+          for (int half = 0; half < 2; ++half)
+            values.store_quads(quads[half], to + (eight * 8 + half * 4) * kPanelOutputs + v * kLanes * Rows::kPack);
         }
       }
     }
   }
-};
+  reader = from;
+}
+
+template <class Rows>
+using Expand = void (*)(PanelReader& reader, int64_t num_chunks, typename Rows::Stored* to);
+
+template <class Rows>
+Expand<Rows> expand_of(const Grouped& layout) {
+  return with_kind(layout, [](auto kind) -> Expand<Rows> { return &expand<decltype(kind), Rows>; });
+}
 
 // A part of a panel is expanded, in the L1 cache, and multiplied like a plain panel.
-template <class Kind, class Rows, class Sums>
+template <class Rows, class Sums>
 struct Exact {
+  using Unpacked = typename Rows::Unpacked;
+  using Stored = typename Unpacked::Stored;
   static constexpr int64_t kRowsOfItem = Sums::kMaxRows;
+  static constexpr int64_t kMaxChunks = 16384 / (kChunk * kPanelOutputs * sizeof(Stored));
 
-  Expanded<Kind, typename Rows::Unpacked> expanded;
+  alignas(64) Stored weights[kMaxChunks * kChunk * kPanelOutputs];
   Sums sums;
 
-  void run_panel(const Grouped& layout, const typename Sums::Rows& rows, int64_t num_chunks, const uint8_t* panel,
+  void run_panel(PanelReader from, Expand<Unpacked> expand, const typename Sums::Rows& rows, int64_t num_chunks,
                  int64_t first_row, int64_t count, int64_t first_output, const Finish<typename Rows::Value>& finish) {
-    constexpr int64_t kSteps = kChunk / Rows::Unpacked::kPack;
-    FromPanel<Kind> from(layout, panel);
+    constexpr int64_t kSteps = kChunk / Unpacked::kPack;
     from.read_ahead();
     sums.clear(count);
-    const int64_t at_once = count <= Sums::kRowsHeld ? 1 : expanded.kMaxChunks;
+    const int64_t at_once = count <= Sums::kRowsHeld ? 1 : kMaxChunks;
     for (int64_t chunk = 0; chunk < num_chunks; chunk += at_once) {
       const int64_t num = std::min(at_once, num_chunks - chunk);
-      expanded.take(from, num);
-      sums.add(rows, first_row, count, chunk * kSteps, expanded.weights, num * kSteps);
+      expand(from, num, weights);
+      sums.add(rows, first_row, count, chunk * kSteps, weights, num * kSteps);
     }
     sums.settle();
     finish.all(sums.sums, first_row, count, first_output);
@@ -147,7 +151,7 @@ struct Exact {
 };
 
 template <class Rows>
-void run_in(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+void run_in(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   using Value = typename Rows::Value;
   using Unpacked = typename Rows::Unpacked;
 #ifdef INFLIGHT_MATRIX_UNIT
@@ -158,36 +162,34 @@ void run_in(const Linear& linear, const at::Tensor& x, const Additions& addition
   const Grouped& layout = *linear.grouped;
   const int64_t num_rows = x.numel() / linear.in_features;
   const int64_t num_inputs = layout.num_runs(linear.in_features) * layout.coarse;
-  const at::Tensor padded = padded_rows<Rows>(x, num_inputs);
+  const Tensor padded = padded_rows<Rows>(x, num_inputs);
   const typename Sums::Rows rows(static_cast<const typename Rows::Input*>(padded.const_data_ptr()), num_rows,
                                  num_inputs / Unpacked::kPack);
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
   const Finish<Value> finish{linear, nullptr, additions, output};
-  with_kind(layout, [&](auto kind) {
-    using Way = Exact<decltype(kind), Rows, Sums>;
-    for_each_panel<Way>(linear.panels.size(0), num_rows, num_inputs,
-                        [&](Way& way, int64_t panel, int64_t first, int64_t count) {
-                          way.run_panel(layout, rows, num_inputs / kChunk, panels + panel * linear.panels.stride(0),
-                                        first, count, panel * kPanelOutputs, finish);
-                        });
-  });
+  const Expand<Unpacked> expand = expand_of<Unpacked>(layout);
+  using Way = Exact<Rows, Sums>;
+  for_each_panel<Way>(linear.panels.size(0), num_rows, num_inputs,
+                      [&](Way& way, int64_t panel, int64_t first, int64_t count) {
+                        const PanelReader from(layout, panels + panel * linear.panels.stride(0));
+                        way.run_panel(from, expand, rows, num_inputs / kChunk, first, count, panel * kPanelOutputs, finish);
+                      });
 }
 
 // Writes the rows of a panel to `to` `[outputs, in]`.
-template <class Kind, class Rows>
-void write_panel(const Grouped& layout, const uint8_t* panel, int64_t num_outputs, int64_t in_features,
+template <class Rows>
+void write_panel(PanelReader from, Expand<Rows> expand, int64_t num_outputs, int64_t in_features,
                  typename Rows::Stored* to) {
   constexpr int64_t kPack = Rows::kPack;
   using Neighbours = std::array<typename Rows::Stored, kPack>;  // inputs that lie together
-  FromPanel<Kind> from(layout, panel);
-  Expanded<Kind, Rows> expanded;
+  alignas(64) typename Rows::Stored weights[kChunk * kPanelOutputs];
   for (int64_t i = 0; i < in_features; i += kChunk) {
-    expanded.take(from, 1);
+    expand(from, 1, weights);
     const int64_t count = std::min<int64_t>(kChunk, in_features - i);
     for (int64_t output = 0; output < num_outputs; ++output) {
       alignas(64) Neighbours row[kChunk / kPack];
       for (int64_t j = 0; j < kChunk / kPack; ++j)
-        row[j] = load<Neighbours>(expanded.weights + (j * kPanelOutputs + output) * kPack);
+        row[j] = load<Neighbours>(weights + (j * kPanelOutputs + output) * kPack);
       std::memcpy(to + output * in_features + i, row, count * sizeof *to);
     }
   }
@@ -195,32 +197,31 @@ void write_panel(const Grouped& layout, const uint8_t* panel, int64_t num_output
 
 }  // namespace
 
-void run_exact(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run_in<Float32Rows>(linear, x, additions, output);
+void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
+  if (x.scalar_type() == kFloat) return run_in<Float32Rows>(linear, x, additions, output);
   run_in<BFloat16Rows>(linear, x, additions, output);
 }
 
-at::Tensor grouped_values(at::IntArrayRef words, const at::Tensor& panels, int64_t out_features, int64_t in_features,
-                          at::ScalarType dtype) {
+Tensor grouped_values(Sizes words, const Tensor& panels, int64_t out_features, int64_t in_features,
+                          ScalarType dtype) {
   const Grouped layout(words);
   check_grouped(layout, panels, out_features, in_features);
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "weights cannot be ", dtype);
-  at::Tensor values = at::empty({out_features, in_features}, dtype);
+  CHECK(dtype == kFloat || dtype == kBFloat16, "weights cannot be ", dtype);
+  Tensor values = empty({out_features, in_features}, dtype);
   const auto fill = [&](auto rows) {
     using Rows = decltype(rows);
     auto* to = static_cast<typename Rows::Stored*>(values.data_ptr());
-    with_kind(layout, [&](auto kind) {
-      for_each_range(panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
-        for (int64_t panel = begin; panel < end; ++panel) {
-          const int64_t first = panel * kPanelOutputs;
-          write_panel<decltype(kind), Rows>(layout, panels.const_data_ptr<uint8_t>() + panel * panels.size(1),
-                                             std::min<int64_t>(kPanelOutputs, out_features - first), in_features,
-                                             to + first * in_features);
-        }
-      });
+    const Expand<Rows> expand = expand_of<Rows>(layout);
+    for_each_range(panels.size(0), 1 + 16384 / in_features, [&](int64_t begin, int64_t end) {
+      for (int64_t panel = begin; panel < end; ++panel) {
+        const int64_t first = panel * kPanelOutputs;
+        const PanelReader from(layout, panels.const_data_ptr<uint8_t>() + panel * panels.size(1));
+        write_panel<Rows>(from, expand, std::min<int64_t>(kPanelOutputs, out_features - first), in_features,
+                          to + first * in_features);
+      }
     });
   };
-  if (dtype == at::kFloat) fill(Float32Rows{});
+  if (dtype == kFloat) fill(Float32Rows{});
   else fill(BFloat16Rows{});
   return values;
 }

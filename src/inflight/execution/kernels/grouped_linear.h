@@ -11,11 +11,11 @@ namespace inflight {
 //
 // Fast: the activations of 32 inputs are rounded to int8 with a scale of their own; sums within a chunk are whole numbers,
 // and sums of chunks float32. Without the instructions for it, and for floats of eight bits, this is the exact one.
-void run_grouped(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output);
+void run_grouped(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 
 // The two.
-void run_exact(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output);
-void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output);
+void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
+void run_in_whole_numbers(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 
 // Whether this CPU has the instructions for the second one, and whether it is faster with it.
 bool multiplies_whole_numbers();

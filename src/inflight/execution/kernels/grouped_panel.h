@@ -23,9 +23,9 @@ struct Kind {
   static constexpr int kParts = kFine == 2 ? 2 : 1;  // of a chunk, each with a scale
 };
 
-// Calls `function` with the kind of a layout.
+// Calls `function` with the kind of a layout, and gives what it gives.
 template <class Function>
-void with_kind(const Grouped& layout, const Function& function) {
+auto with_kind(const Grouped& layout, const Function& function) {
   const auto reading = layout.table() ? Reading::kLookedUp : layout.code == Code::kE4M3 ? Reading::kFloat : Reading::kWhole;
   const auto is = [&](int bits, int fine, bool minima, Reading own = Reading::kWhole) {
     return layout.bits == bits && layout.fine == fine && layout.minima == minima && reading == own;
@@ -42,7 +42,7 @@ void with_kind(const Grouped& layout, const Function& function) {
   if (is(4, 0, false, Reading::kLookedUp)) return function(Kind<4, 0, false, Reading::kLookedUp>{});
   if (is(4, 1, false, Reading::kLookedUp)) return function(Kind<4, 1, false, Reading::kLookedUp>{});
   if (is(8, 0, false, Reading::kFloat)) return function(Kind<8, 0, false, Reading::kFloat>{});
-  TORCH_CHECK(false, "there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
+  fail("there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
               layout.minima ? " and minima" : "");
 }
 
@@ -125,35 +125,10 @@ inline Floats load_halves(const uint8_t* from) {
   return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)from));
 #else
   float lanes[kLanes];
-  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<at::Half>(from + 2 * lane);
+  for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = load<float16>(from + 2 * lane);
   return load<Floats>(lanes);
 #endif
 }
-
-// The coarse scale and minimum of a vector of outputs, and what a chunk makes of them.
-template <class Kind>
-struct Scales {
-  Floats scale, minimum;
-
-  Scales() = default;
-  Scales(const Grouped& layout, const uint8_t* run, int vector) : minimum{} {
-    if (layout.scale_bytes == 4) {
-      scale = load<Floats>(run + 4 * vector * kLanes);
-      if constexpr (Kind::kMinima) minimum = load<Floats>(run + 4 * (kPanelOutputs + vector * kLanes));
-    } else {
-      scale = load_halves(run + 2 * vector * kLanes);
-      if constexpr (Kind::kMinima) minimum = load_halves(run + 2 * (kPanelOutputs + vector * kLanes));
-    }
-  }
-  Floats scale_of(const uint8_t* chunk, int vector, int part) const {
-    if constexpr (Kind::kFine == 0) return scale;
-    return scale * floats_of_bytes(chunk + part * kPanelOutputs + vector * kLanes);
-  }
-  Floats minimum_of(const uint8_t* chunk, int vector) const {
-    if constexpr (Kind::kFine == 0) return minimum;
-    return minimum * floats_of_bytes(chunk + Kind::kFine * kPanelOutputs + vector * kLanes);
-  }
-};
 
 template <class Kind>
 constexpr int64_t kBytesOfChunk =
@@ -161,29 +136,37 @@ constexpr int64_t kBytesOfChunk =
 template <class Kind>
 constexpr int64_t kNumbersOfChunk = kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine));
 
-// Where the weights of a panel come from, chunk by chunk.
-template <class Kind>
-struct FromPanel {
-  const Grouped& layout;
+// Where in a panel its weights are read, chunk by chunk: what is the same for all kinds.
+struct PanelReader {
+  const Grouped* layout;
   const uint8_t* at;
   NextPanel ahead;
-  const Bits table = spread(layout.table());
-  Scales<Kind> coarse[kVectors];
-  int64_t chunks_left = 0;  // of a run
+  Bits table;
+  Floats scales[kVectors], minima[kVectors];  // coarse ones
+  int64_t chunks_left = 0;                    // of a run
 
-  FromPanel(const Grouped& layout, const uint8_t* panel) : layout(layout), at(panel) {}
+  PanelReader(const Grouped& layout, const uint8_t* panel) : layout(&layout), at(panel), table(spread(layout.table())) {}
   // From now on each chunk brings another one out of memory: what is done with them takes so long that the processor does
   // not look so far ahead.
   void read_ahead() {
     ahead.at = reinterpret_cast<const char*>(at) + 4096;
-    ahead.bytes_of_step = kBytesOfChunk<Kind>;
+    ahead.bytes_of_step = layout->chunk_bytes();
   }
+};
+
+template <class Kind>
+struct FromPanel : PanelReader {
+  explicit FromPanel(const PanelReader& reader) : PanelReader(reader) {}
+
   // Of vectors from `first` on.
   void begin_chunk(int first, int count) {
     if (chunks_left-- > 0) return;
-    chunks_left = layout.chunks() - 1;
-    for (int v = first; v < first + count; ++v) coarse[v] = {layout, at, v};
-    at += layout.head_bytes();
+    chunks_left = layout->chunks() - 1;
+    for (int v = first; v < first + count; ++v) {
+      scales[v] = load_scales(v * kLanes);
+      minima[v] = Kind::kMinima ? load_scales(kPanelOutputs + v * kLanes) : Floats{};
+    }
+    at += layout->head_bytes();
   }
   void end_chunk() {
     at += kBytesOfChunk<Kind>;
@@ -192,8 +175,19 @@ struct FromPanel {
   void read(int vector, int eight, Quads& first, Quads& second) const {
     unpack<Kind>(at + kNumbersOfChunk<Kind>, table, vector, eight, first, second);
   }
-  Floats scale(int vector, int part) const { return coarse[vector].scale_of(at, vector, part); }
-  Floats minimum(int vector) const { return coarse[vector].minimum_of(at, vector); }
+  Floats scale(int vector, int part) const {
+    if constexpr (Kind::kFine == 0) return scales[vector];
+    return scales[vector] * floats_of_bytes(at + part * kPanelOutputs + vector * kLanes);
+  }
+  Floats minimum(int vector) const {
+    if constexpr (Kind::kFine == 0) return minima[vector];
+    return minima[vector] * floats_of_bytes(at + Kind::kFine * kPanelOutputs + vector * kLanes);
+  }
+
+ private:
+  Floats load_scales(int64_t number) const {
+    return layout->scale_bytes == 4 ? load<Floats>(at + 4 * number) : load_halves(at + 2 * number);
+  }
 };
 
 }  // namespace inflight

@@ -35,7 +35,14 @@ struct Products {
   void settle() {}
 };
 
+// All numbers that it tells apart, as bits.
+template <class Kind>
+constexpr int kBitsOfProducts = 4;
+
 #elif defined(__AVX2__)
+
+template <class Kind>
+constexpr int kBitsOfProducts = Kind::kIsWide ? 8 : Kind::kBits;
 
 // The hardware adds two products in 16 bits: numbers of more than 7 bits are taken in two parts.
 template <class Kind>
@@ -71,6 +78,9 @@ struct Products {
 };
 
 #else
+
+template <class Kind>
+constexpr int kBitsOfProducts = Kind::kIsWide ? 8 : 4;
 
 // The hardware multiplies signed numbers: those of 8 bits are taken in two parts.
 template <class Kind>
@@ -172,32 +182,40 @@ struct RoundedRows {
   }
 };
 
-// For many rows: what was made of a few chunks, in the L1 cache.
+// What products with numbers that were unpacked before must know of their kind.
+template <int kParts_, bool kMinima_, int kBits_>
+struct UnpackedKind {
+  static constexpr int kParts = kParts_, kBits = kBits_;
+  static constexpr bool kMinima = kMinima_, kIsWide = kBits == 8;
+};
 template <class Kind>
-struct Unpacked {
-  static constexpr int64_t kMaxChunks = 16;
-  struct Chunk {
-    Quads quads[kChunk / 4][kVectors];
-    Floats scales[Kind::kParts][kVectors], minima[kVectors];
-  };
-  Chunk chunks[kMaxChunks];
+using UnpackedOf = UnpackedKind<Kind::kParts, Kind::kMinima, kBitsOfProducts<Kind>>;
 
-  [[gnu::flatten]] void take(FromPanel<Kind>& from, int64_t num_chunks) {
-    for (Chunk* to = chunks; to < chunks + num_chunks; ++to, from.end_chunk()) {
-      from.begin_chunk(0, kVectors);
-      for (int v = 0; v < kVectors; ++v) {
-        for (int eight = 0; eight < kChunk / 8; ++eight)
-          from.read(v, eight, to->quads[2 * eight][v], to->quads[2 * eight + 1][v]);
-        for (int part = 0; part < Kind::kParts; ++part) to->scales[part][v] = from.scale(v, part);
-        if constexpr (Kind::kMinima) to->minima[v] = from.minimum(v);
-      }
+// For many rows: what was made of a few chunks, in the L1 cache.
+struct UnpackedChunk {
+  Quads quads[kChunk / 4][kVectors];
+  Floats minima[kVectors], scales[2][kVectors];
+};
+constexpr int64_t kMaxUnpacked = 16;
+
+template <class Kind>
+[[gnu::flatten]] void unpack_chunks(PanelReader& reader, UnpackedChunk* to, int64_t num_chunks) {
+  FromPanel<Kind> from(reader);
+  for (UnpackedChunk* end = to + num_chunks; to < end; ++to, from.end_chunk()) {
+    from.begin_chunk(0, kVectors);
+    for (int v = 0; v < kVectors; ++v) {
+      for (int eight = 0; eight < kChunk / 8; ++eight)
+        from.read(v, eight, to->quads[2 * eight][v], to->quads[2 * eight + 1][v]);
+      for (int part = 0; part < Kind::kParts; ++part) to->scales[part][v] = from.scale(v, part);
+      if constexpr (Kind::kMinima) to->minima[v] = from.minimum(v);
     }
   }
-};
+  reader = from;
+}
 
 template <class Kind>
 struct FromUnpacked {
-  const typename Unpacked<Kind>::Chunk* at;
+  const UnpackedChunk* at;
   NextPanel ahead;
 
   void begin_chunk(int, int) {}
@@ -224,121 +242,136 @@ inline bool gains_from_reading_ahead() {
 #endif
 }
 
+constexpr int64_t kRowsWorthUnpacking = 24;
+constexpr int64_t kRowsWorthPrefetching = 4;  // that take long enough to bring the next panel meanwhile
 template <class Kind>
-struct WholeNumbers {
-  static constexpr int64_t kRowsOfItem = 128;
-  static constexpr int kRowsAtOnce = Kind::kIsWide && kLanes == 8 ? 3 : 6;  // for which there are registers,
-  static constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : kRowsAtOnce;  // or for so many, if numbers are unpacked meanwhile
-  static constexpr int64_t kRowsWorthUnpacking = 24;
-  static constexpr int64_t kRowsWorthPrefetching = 4;  // that take long enough to bring the next panel meanwhile
+constexpr int kRowsAtOnceOf = Kind::kIsWide && kLanes == 8 ? 3 : 6;  // for which there are registers,
+template <class Kind>
+constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : kRowsAtOnceOf<Kind>;  // or for so many, if numbers are unpacked meanwhile
+template <class Kind>
+constexpr int kVectorsAtOnce(int num_rows) {
+  return kLanes == 16 || num_rows == 1 ? kVectors : num_rows <= 3 && !Kind::kIsWide ? 2 : 1;
+}
 
-  static constexpr int kVectorsAtOnce(int num_rows) { return kLanes == 16 || num_rows == 1 ? kVectors : num_rows <= 3 && !Kind::kIsWide ? 2 : 1; }
-
-  Unpacked<Kind> unpacked;
-  float sums[kRowsOfItem][kPanelOutputs];
-
-  // Adds to sums[row] the products of some chunks. In `x` the first one of the first row has the number `first_at`.
-  template <int kRows, class From>
-  [[gnu::flatten]] static void add_chunks(const From& first, int64_t num_chunks, const RoundedRows& x, int64_t first_at,
-                                          float (*sums)[kPanelOutputs]) {
-    constexpr int kAtOnce = kVectorsAtOnce(kRows);
-    for (int base = 0; base < kVectors; base += kAtOnce) {
-      From from = first;
-      Floats own[kRows][kAtOnce];
-      for (int row = 0; row < kRows; ++row)
-        for (int v = 0; v < kAtOnce; ++v) own[row][v] = load<Floats>(&sums[row][(base + v) * kLanes]);
-      for (int64_t at = first_at; at < first_at + num_chunks; ++at, from.end_chunk()) {
-        from.begin_chunk(base, kAtOnce);
-        add_part<0>(from, base, x, at, own);
-        if constexpr (Kind::kParts == 2) add_part<1>(from, base, x, at, own);
-        if constexpr (Kind::kMinima)
-          for (int v = 0; v < kAtOnce; ++v) {
-            const Floats minimum = from.minimum(base + v);
-            for (int row = 0; row < kRows; ++row)
-              own[row][v] = fused(-minimum, broadcast(x.sums[at + row * x.num_chunks]), own[row][v]);
-          }
-      }
-      for (int row = 0; row < kRows; ++row)
-        for (int v = 0; v < kAtOnce; ++v) store(&sums[row][(base + v) * kLanes], own[row][v]);
+// A chunk's inputs that share a scale.
+template <class Kind, int kPart, int kRows, int kAtOnce, class From>
+inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at, Floats (&sums)[kRows][kAtOnce]) {
+  constexpr int kLoads = kChunk / 8 / Kind::kParts;
+  const int64_t num_chunks = x.num_chunks;
+  Products<Kind> products[kRows][kAtOnce];
+  for (int row = 0; row < kRows; ++row) {
+    Ints offset{};
+    if constexpr (!Kind::kMinima) {
+      const int64_t number = at + row * num_chunks;
+      offset += Kind::kParts == 2 ? x.halves[2 * number + kPart] : x.offsets[number];
     }
+    for (int v = 0; v < kAtOnce; ++v) products[row][v] = {offset};
   }
-
-  // A chunk's inputs that share a scale.
-  template <int kPart, int kRows, int kAtOnce, class From>
-  static inline void add_part(const From& from, int base, const RoundedRows& x, int64_t at,
-                              Floats (&sums)[kRows][kAtOnce]) {
-    constexpr int kLoads = kChunk / 8 / Kind::kParts;
-    const int64_t num_chunks = x.num_chunks;
-    Products<Kind> products[kRows][kAtOnce];
+  for (int i = 0; i < kLoads; ++i) {
+    const int eight = kPart * kLoads + i;
+    Quads first[kAtOnce], second[kAtOnce];
+    for (int v = 0; v < kAtOnce; ++v) from.read(base + v, eight, first[v], second[v]);
     for (int row = 0; row < kRows; ++row) {
-      Ints offset{};
-      if constexpr (!Kind::kMinima) {
-        const int64_t number = at + row * num_chunks;
-        offset += Kind::kParts == 2 ? x.halves[2 * number + kPart] : x.offsets[number];
+      const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
+      for (int v = 0; v < kAtOnce; ++v) {
+        products[row][v].add(first[v], load<int32_t>(inputs));
+        products[row][v].add(second[v], load<int32_t>(inputs + 4));
+        if ((2 * i + 2) % Products<Kind>::kMaxQuads == 0 || i == kLoads - 1) products[row][v].settle();
       }
-      for (int v = 0; v < kAtOnce; ++v) products[row][v] = {offset};
-    }
-    for (int i = 0; i < kLoads; ++i) {
-      const int eight = kPart * kLoads + i;
-      Quads first[kAtOnce], second[kAtOnce];
-      for (int v = 0; v < kAtOnce; ++v) from.read(base + v, eight, first[v], second[v]);
-      for (int row = 0; row < kRows; ++row) {
-        const int8_t* inputs = x.numbers.data() + (at + row * num_chunks) * kChunk + eight * 8;
-        for (int v = 0; v < kAtOnce; ++v) {
-          products[row][v].add(first[v], load<int32_t>(inputs));
-          products[row][v].add(second[v], load<int32_t>(inputs + 4));
-          if ((2 * i + 2) % Products<Kind>::kMaxQuads == 0 || i == kLoads - 1) products[row][v].settle();
-        }
-      }
-    }
-    for (int v = 0; v < kAtOnce; ++v) {
-      const Floats scale = from.scale(base + v, kPart);
-      for (int row = 0; row < kRows; ++row)
-        sums[row][v] = fused(__builtin_convertvector(products[row][v].sum, Floats),
-                             scale * x.scales[at + row * num_chunks], sums[row][v]);
     }
   }
+  for (int v = 0; v < kAtOnce; ++v) {
+    const Floats scale = from.scale(base + v, kPart);
+    for (int row = 0; row < kRows; ++row)
+      sums[row][v] = fused(__builtin_convertvector(products[row][v].sum, Floats),
+                           scale * x.scales[at + row * num_chunks], sums[row][v]);
+  }
+}
 
-  template <class From, int... kRows>
-  static constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
-    return std::array{&WholeNumbers::template add_chunks<kRows + 1, From>...};
+// Adds to sums[row] the products of some chunks. In `x` the first one of the first row has the number `first_at`.
+template <class Kind, int kRows, class From>
+[[gnu::flatten]] void add_chunks(const From& first, int64_t num_chunks, const RoundedRows& x, int64_t first_at,
+                                 float (*sums)[kPanelOutputs]) {
+  constexpr int kAtOnce = kVectorsAtOnce<Kind>(kRows);
+  for (int base = 0; base < kVectors; base += kAtOnce) {
+    From from = first;
+    Floats own[kRows][kAtOnce];
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kAtOnce; ++v) own[row][v] = load<Floats>(&sums[row][(base + v) * kLanes]);
+    for (int64_t at = first_at; at < first_at + num_chunks; ++at, from.end_chunk()) {
+      from.begin_chunk(base, kAtOnce);
+      add_part<Kind, 0>(from, base, x, at, own);
+      if constexpr (Kind::kParts == 2) add_part<Kind, 1>(from, base, x, at, own);
+      if constexpr (Kind::kMinima)
+        for (int v = 0; v < kAtOnce; ++v) {
+          const Floats minimum = from.minimum(base + v);
+          for (int row = 0; row < kRows; ++row)
+            own[row][v] = fused(-minimum, broadcast(x.sums[at + row * x.num_chunks]), own[row][v]);
+        }
+    }
+    for (int row = 0; row < kRows; ++row)
+      for (int v = 0; v < kAtOnce; ++v) store(&sums[row][(base + v) * kLanes], own[row][v]);
   }
+}
+
+template <class Kind, class From, int... kRows>
+constexpr auto by_rows(std::integer_sequence<int, kRows...>) {
+  return std::array{&add_chunks<Kind, kRows + 1, From>...};
+}
+
+// Some rows and a panel, whose sums are made.
+struct PanelRun {
+  const RoundedRows& x;
+  int64_t first_row, count, next_bytes_of_chunk;
+  float (*sums)[kPanelOutputs];
 
   // Adds the products of some chunks for all rows. Meanwhile as many chunks of the next panel come out of memory.
-  template <int kMaxRows, class From>
-  void add_all(From from, int64_t num_chunks, const RoundedRows& x, int64_t first_row, int64_t count, int64_t chunk,
-               const uint8_t* next) {
-    constexpr auto functions = by_rows<From>(std::make_integer_sequence<int, kMaxRows>{});
+  template <class Kind, int kMaxRows, class From>
+  void add_all(From from, int64_t num_chunks, int64_t chunk, const uint8_t* next) const {
+    static constexpr auto functions = by_rows<Kind, From>(std::make_integer_sequence<int, kMaxRows>{});
     for_each_group(count, kMaxRows, [&](const RowGroup& group) {
-      if (count >= kRowsWorthPrefetching) from.ahead = {next, num_chunks * kBytesOfChunk<Kind>, num_chunks, group};
+      if (count >= kRowsWorthPrefetching) from.ahead = {next, num_chunks * next_bytes_of_chunk, num_chunks, group};
       functions[group.count - 1](from, num_chunks, x, (first_row + group.first) * x.num_chunks + chunk,
                                  sums + group.first);
     });
   }
-
-  // Fills the sums of `count` rows.
-  void run_panel(const Grouped& layout, const RoundedRows& x, const uint8_t* panel, int64_t first_row, int64_t count) {
-    std::memset(sums, 0, count * sizeof sums[0]);
-    FromPanel<Kind> from(layout, panel);
-    const uint8_t* next = panel + layout.num_runs(x.num_chunks * kChunk) * layout.run_bytes();
-    if (count < kRowsWorthPrefetching && gains_from_reading_ahead()) from.read_ahead();
-    if (count <= kRowsWorthUnpacking)
-      return add_all<kPackedRowsAtOnce>(from, x.num_chunks, x, first_row, count, 0, next);
-    constexpr int64_t kMaxChunks = Unpacked<Kind>::kMaxChunks;
-    for (int64_t chunk = 0; chunk < x.num_chunks; chunk += kMaxChunks) {
-      const int64_t num_chunks = std::min(kMaxChunks, x.num_chunks - chunk);
-      unpacked.take(from, num_chunks);
-      add_all<kRowsAtOnce>(FromUnpacked<Kind>{unpacked.chunks}, num_chunks, x, first_row, count, chunk,
-                           next + chunk * kBytesOfChunk<Kind>);
-    }
-  }
 };
 
+// Fills the sums of rows and a panel of a kind.
+template <class Kind>
+void run_panel(PanelReader from, const PanelRun& run, UnpackedChunk* unpacked) {
+  const int64_t num_chunks = run.x.num_chunks;
+  const uint8_t* next = from.at + from.layout->num_runs(num_chunks * kChunk) * from.layout->run_bytes();
+  if (run.count <= kRowsWorthUnpacking)
+    return run.add_all<Kind, kPackedRowsAtOnce<Kind>>(FromPanel<Kind>(from), num_chunks, 0, next);
+  using Own = UnpackedOf<Kind>;
+  for (int64_t chunk = 0; chunk < num_chunks; chunk += kMaxUnpacked) {
+    const int64_t count = std::min(kMaxUnpacked, num_chunks - chunk);
+    unpack_chunks<Kind>(from, unpacked, count);
+    run.add_all<Own, kRowsAtOnceOf<Own>>(FromUnpacked<Own>{unpacked, {}}, count, chunk, next + chunk * kBytesOfChunk<Kind>);
+  }
+}
+
+struct WholeNumbers {
+  static constexpr int64_t kRowsOfItem = 128;
+  UnpackedChunk unpacked[kMaxUnpacked];
+  float sums[kRowsOfItem][kPanelOutputs];
+};
+
+using RunPanel = void (*)(PanelReader from, const PanelRun& run, UnpackedChunk* unpacked);
+
+RunPanel run_panel_of(const Grouped& layout) {
+  return with_kind(layout, [](auto kind) -> RunPanel {
+    if constexpr (decltype(kind)::kReading == Reading::kFloat) return nullptr;  // they run in the exact arithmetic
+    else return &run_panel<decltype(kind)>;
+  });
+}
+
 template <class Value>
-void run(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+void run(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   const Grouped& layout = *linear.grouped;
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
-  const at::Tensor rows = x.contiguous();
+  const Tensor rows = x.contiguous();
   RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks());
   const int64_t num_chunks = rounded.num_chunks;
   for_each_range(num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
@@ -349,33 +382,32 @@ void run(const Linear& linear, const at::Tensor& x, const Additions& additions, 
   });
   const auto* panels = linear.panels.const_data_ptr<uint8_t>();
   const Finish<Value> finish{linear, nullptr, additions, output};
-  with_kind(layout, [&](auto kind) {
-    if constexpr (decltype(kind)::kReading != Reading::kFloat) {
-      using Way = WholeNumbers<decltype(kind)>;
-      for_each_panel<Way>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
-                          [&](Way& way, int64_t panel, int64_t first, int64_t count) {
-                            way.run_panel(layout, rounded, panels + panel * linear.panels.stride(0), first, count);
-                            finish.all(way.sums, first, count, panel * kPanelOutputs);
-                          });
-    }
-  });
+  const RunPanel run_panel = run_panel_of(layout);
+  for_each_panel<WholeNumbers>(linear.panels.size(0), num_rows, num_chunks * kChunk / 4,
+                               [&](WholeNumbers& way, int64_t panel, int64_t first, int64_t count) {
+                                 PanelReader from(layout, panels + panel * linear.panels.stride(0));
+                                 if (count < kRowsWorthPrefetching && gains_from_reading_ahead()) from.read_ahead();
+                                 std::memset(way.sums, 0, count * sizeof way.sums[0]);
+                                 run_panel(from, {rounded, first, count, layout.chunk_bytes(), way.sums}, way.unpacked);
+                                 finish.all(way.sums, first, count, panel * kPanelOutputs);
+                               });
 }
 
 }  // namespace
 
 bool multiplies_whole_numbers() { return true; }
 
-void run_in_whole_numbers(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
-  if (x.scalar_type() == at::kFloat) return run<float>(linear, x, additions, output);
-  run<at::BFloat16>(linear, x, additions, output);
+void run_in_whole_numbers(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
+  if (x.scalar_type() == kFloat) return run<float>(linear, x, additions, output);
+  run<bfloat16>(linear, x, additions, output);
 }
 
 #else
 
 bool multiplies_whole_numbers() { return false; }
 
-void run_in_whole_numbers(const Linear&, const at::Tensor&, const Additions&, at::Tensor&) {
-  TORCH_CHECK(false, "this CPU does not multiply whole numbers");
+void run_in_whole_numbers(const Linear&, const Tensor&, const Additions&, Tensor&) {
+  CHECK(false, "this CPU does not multiply whole numbers");
 }
 
 #endif

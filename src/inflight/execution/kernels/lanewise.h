@@ -1,7 +1,6 @@
 // Rows of activations times a panel, in registers.
 #pragma once
 
-#include <ATen/ops/constant_pad_nd.h>
 
 #include <array>
 #include <utility>
@@ -29,7 +28,7 @@ struct FloatsOfBFloat16Rows : Float32Rows {
 
 struct BFloat16Rows : BFloat16 {
   using Sum = Floats;
-  using Value = at::BFloat16;
+  using Value = bfloat16;
 #ifdef __AVX512BF16__
   using Input = uint16_t;
   using Unpacked = BFloat16Rows;
@@ -43,10 +42,9 @@ struct BFloat16Rows : BFloat16 {
 
 // Rows `[…, in]` as `Input`, with zeros up to `num_inputs` each.
 template <class Kind>
-inline at::Tensor padded_rows(const at::Tensor& x, int64_t num_inputs) {
-  const int64_t missing = num_inputs - x.size(-1);
-  const at::Tensor rows = missing ? at::constant_pad_nd(x, {0, missing}) : x.contiguous();
-  return sizeof(typename Kind::Input) == sizeof(typename Kind::Value) ? rows : rows.to(at::kFloat);
+inline Tensor padded_rows(const Tensor& x, int64_t num_inputs) {
+  constexpr bool kIsWidened = sizeof(typename Kind::Input) != sizeof(typename Kind::Value);
+  return padded_rows(x, num_inputs, kIsWidened ? kFloat : x.scalar_type());
 }
 
 #ifdef __AVX512F__

@@ -1,8 +1,9 @@
-"""Which library of kernels this process loads: one that the package carries, one built here before, or a new one.
+"""Which libraries this process loads, the kernels and their bridge to torch: carried by the package, built here before,
+or new.
 
-A wheel carries libraries for several kinds of CPUs, each for one version of torch. Where none of them fits, and in a
-checkout, the kernels are built for this CPU and kept on disk. Such a library's file name is a digest of everything that
-went into it: sources, compiler, flags, torch, and this CPU's instruction sets. So in a home folder that several
+A wheel carries kernels for several kinds of CPUs, for any torch, and bridges for some versions of torch. What does not
+fit, and everything in a checkout, is built here and kept on disk. Such a library's file name is a digest of everything
+that went into it: sources, compiler, flags, torch, and this CPU's instruction sets. So in a home folder that several
 machines share, none of them runs instructions that were chosen for another.
 """
 
@@ -10,6 +11,7 @@ import ctypes
 import fcntl
 import functools
 import hashlib
+import itertools
 import logging
 import os
 import platform
@@ -18,64 +20,91 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from inflight.execution.kernels.building import FLAGS, SOURCES, TARGETS, build, carried_name, compiler
+from inflight.execution.kernels.building import (
+    BRIDGE,
+    BRIDGE_FLAGS,
+    FLAGS,
+    KERNEL_FLAGS,
+    SOURCES,
+    TARGETS,
+    build_bridge,
+    build_kernels,
+    carried_bridge_name,
+    carried_kernels_name,
+    compiler,
+)
 
 logger = logging.getLogger(__name__)
 
 
 def load_library() -> str:
-    """Load one. Returns whose kernels they are: the name of a kind of CPU that the package has them for, or "native".
+    """Load them. Returns whose kernels they are: the name of a kind of CPU that the package has them for, or "native".
 
     Raises:
-        OSError, RuntimeError: there is none, and none can be built or kept, or torch cannot load it.
+        OSError, RuntimeError: there are none, and none can be built or kept, or torch cannot load them.
     """
-    carried = carried_library()
-    if carried is not None:
-        try:
-            torch.ops.load_library(str(carried))  # type: ignore[no-untyped-call]
-            return carried.stem
-        except OSError as error:
-            logger.warning("the package's kernels do not fit this system (%s), so they are built here", error)
-    torch.ops.load_library(str(built_library()))  # type: ignore[no-untyped-call]
-    return "native"
+    carried = carried_kernels()
+    kernels, bridge = _loaded(carried), _loaded(SOURCES / carried_bridge_name())
+    missing: dict[str, Callable[[Path], None]] = {}
+    if kernels is None:
+        missing[kernels_name()] = lambda library: build_kernels(library, _native_flags())
+    if bridge is None:
+        missing[bridge_name()] = build_bridge
+    built = map(ctypes.CDLL, map(str, built_libraries(missing)))
+    name = carried.stem if carried and kernels else "native"
+    kernels, bridge = kernels or next(built), bridge or next(built)
+    bridge.inflight_bridge.restype = ctypes.c_char_p
+    message = bridge.inflight_bridge(kernels.inflight_kernels)
+    if message:
+        raise RuntimeError(message.decode())
+    return name
 
 
-def carried_library() -> Path | None:
-    """The best in the package for this CPU and this torch, if there is one."""
+def carried_kernels() -> Path | None:
+    """The best in the package for this CPU, if there are any."""
     can = set(instruction_sets().split())
     if "amx_tile" in can and not _may_use_matrix_unit():
         can.remove("amx_tile")
     for target in reversed(TARGETS.get(platform.machine(), ())):
-        library = SOURCES / carried_name(target)
+        library = SOURCES / carried_kernels_name(target)
         if target.needs <= can and library.exists():
             return library
     return None
 
 
-def built_library() -> Path:
-    """The one for this machine, built if it is not on disk yet. It may be in a folder that cannot be written."""
-    name = f"kernels-{_digest()}.so"
-    if os.path.exists(_user_folder() / name):  # and False, not an error, where nobody may look
-        return _user_folder() / name
+def _loaded(carried: Path | None) -> ctypes.CDLL | None:
+    if carried is None or not carried.exists():
+        return None
+    try:
+        return ctypes.CDLL(str(carried))
+    except OSError as error:
+        logger.warning("the package's kernels do not fit this system (%s), so they are built here", error)
+        return None
+
+
+def built_libraries(wanted: Mapping[str, Callable[[Path], None]]) -> list[Path]:
+    """Where those of these names are, built if they are not on disk yet. It may be a folder that cannot be written."""
+    if all(os.path.exists(_user_folder() / name) for name in wanted):  # and False, not an error, where nobody may look
+        return [_user_folder() / name for name in wanted]
     folder = cache_folder()
     if folder != _user_folder():
         logger.warning(
             "%s cannot be written, so the CPU kernels are built at every start; XDG_CACHE_HOME names another folder",
             _user_folder(),
         )
-    library = folder / name
-    if not library.exists():
-        with _lock(folder / "lock"):
-            if not library.exists():
-                with _timed("inflight: building its CPU kernels for this machine, once …"):
-                    build(library, _native_flags())
-    return library
+    with _lock(folder / "lock"):
+        missing = [name for name in wanted if not (folder / name).exists()]
+        if missing:
+            with _timed("inflight: building its CPU kernels for this machine, once …"), ThreadPoolExecutor() as pool:
+                list(pool.map(lambda name: wanted[name](folder / name), missing))
+    return [folder / name for name in wanted]
 
 
 @contextmanager
@@ -102,13 +131,23 @@ def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
         print(f"\r{said} {how}" if is_terminal else f" {how}", file=sys.stderr)
 
 
-def _digest() -> str:
-    """Names the library; differs whenever a build would."""
+def kernels_name() -> str:
+    """Of the kernels for this CPU. It differs whenever a build would."""
+    sources = sorted({*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")} - {SOURCES / BRIDGE})
+    return f"kernels-{_digest(sources, FLAGS, KERNEL_FLAGS, _native_flags(), [instruction_sets()])}.so"
+
+
+def bridge_name() -> str:
+    """Of the bridge to this torch, likewise."""
+    torch_build = [torch.__version__, str(torch.version.git_version)]
+    return f"bridge-{_digest([SOURCES / BRIDGE, SOURCES / 'bridge.h'], FLAGS, BRIDGE_FLAGS, torch_build)}.so"
+
+
+def _digest(sources: Iterable[Path], *others: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for source in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")]):
+    for source in sources:
         digest.update(source.read_bytes())
-    torch_build = (torch.__version__, str(torch.version.git_version))
-    for part in (*torch_build, *FLAGS, *_native_flags(), instruction_sets()):
+    for part in itertools.chain(*others):
         digest.update(part.encode() + b"\0")
     digest.update(subprocess.run([compiler(), "--version"], capture_output=True, check=True).stdout)
     return digest.hexdigest()[:20]

@@ -6,8 +6,6 @@
 #include "linear.h"
 
 #include "parallel.h"
-#include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 
 #include <array>
 #include <cmath>
@@ -316,12 +314,12 @@ float quantise_row(const Value* from, int64_t size, Input* to) {
 #ifdef INFLIGHT_INT8
 
 template <class Value>
-void run_int8(const Linear& linear, const at::Tensor& x, const Additions& additions, at::Tensor& output) {
+void run_int8(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
   const int64_t width = linear.panels.size(1) * Int8Quads::kPack;
   using Input = Int8Quads::Input;
-  const at::Tensor rows = x.contiguous();
-  const at::Tensor rounded = at::empty({num_rows, width}, x.options().dtype(c10::CppTypeToScalarType<Input>::value));
+  const Tensor rows = x.contiguous();
+  const Tensor rounded = empty({num_rows, width}, kTypeOf<Input>);
   std::vector<float> scales(num_rows);
   for_each_range(num_rows, 16, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) {
@@ -339,7 +337,7 @@ void run_int8(const Linear& linear, const at::Tensor& x, const Additions& additi
 
 }  // namespace
 
-Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
+Linear::Linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
                int64_t in_features, int64_t out_features, Activation activation)
     : panels(panels),
       bias(bias),
@@ -349,29 +347,29 @@ Linear::Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, 
       activation(activation) {
   const auto dtype = panels.scalar_type();
   check_bias();
-  TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar, "panels cannot be ", dtype);
-  const int64_t pack = dtype == at::kFloat ? 1 : dtype == at::kBFloat16 ? 2 : 4;
-  TORCH_CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
+  CHECK(dtype == kFloat || dtype == kBFloat16 || dtype == kChar, "panels cannot be ", dtype);
+  const int64_t pack = dtype == kFloat ? 1 : dtype == kBFloat16 ? 2 : 4;
+  CHECK(in_features > 0 && out_features > 0, "a layer must have inputs and outputs");
   check_whole(panels, "panels", 4, dtype);
   check_size(panels, "panels", 0, (out_features + kPanelOutputs - 1) / kPanelOutputs);
   check_size(panels, "panels", 1, (in_features + pack - 1) / pack);
   check_size(panels, "panels", 2, kPanelOutputs);
   check_size(panels, "panels", 3, pack);
-  TORCH_CHECK((dtype == at::kChar) == scales.has_value(), "panels of int8, and no others, have scales");
+  CHECK((dtype == kChar) == scales.has_value(), "panels of int8, and no others, have scales");
   if (scales) {
-    check_whole(*scales, "scales", 1, at::kFloat);
+    check_whole(*scales, "scales", 1, kFloat);
     check_size(*scales, "scales", 0, out_features);
-    offsets = at::zeros({panels.size(0) * kPanelOutputs}, at::kInt);
+    offsets = zeros({panels.size(0) * kPanelOutputs}, kInt);
     const auto* weights = panels.const_data_ptr<int8_t>();
     const int64_t panel_size = panels.size(1) * kPanelOutputs * pack;
-    auto* sums = offsets.mutable_data_ptr<int32_t>();
+    auto* sums = offsets.data_ptr<int32_t>();
     for (int64_t i = 0; i < panels.numel(); ++i)
       sums[i / panel_size * kPanelOutputs + i / pack % kPanelOutputs] += kZeroPoint * weights[i];
   }
 }
 
-Linear::Linear(const at::Tensor& panels, const Grouped& grouped, const std::optional<at::Tensor>& order, bool is_exact,
-               const std::optional<at::Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation)
+Linear::Linear(const Tensor& panels, const Grouped& grouped, const std::optional<Tensor>& order, bool is_exact,
+               const std::optional<Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation)
     : panels(panels),
       bias(bias),
       in_features(in_features),
@@ -383,11 +381,11 @@ Linear::Linear(const at::Tensor& panels, const Grouped& grouped, const std::opti
   check_bias();
   check_grouped(grouped, panels, out_features, in_features);
   if (!order) return;
-  check_whole(*order, "the order", 1, at::kLong);
+  check_whole(*order, "the order", 1, kLong);
   check_size(*order, "the order", 0, in_features);
   for (int64_t i = 0; i < in_features; ++i) {
     const int64_t input = order->const_data_ptr<int64_t>()[i];
-    TORCH_CHECK(input >= 0 && input < in_features, "there is no input ", input);
+    CHECK(input >= 0 && input < in_features, "there is no input ", input);
   }
 }
 
@@ -397,54 +395,75 @@ void Linear::check_bias() const {
   check_size(*bias, "the bias", 0, out_features);
 }
 
-bool has_panels(at::ScalarType dtype) {
+namespace {
+
+// The inputs of each row in another order.
+Tensor in_order(const Tensor& x, const Tensor& order) {
+  Tensor ordered = empty(x.sizes(), x.scalar_type());
+  const Tensor rows = x.contiguous();
+  const int64_t size = order.numel(), num_rows = x.numel() / size;
+  const int64_t* input = order.const_data_ptr<int64_t>();
+  const auto run = [&](const auto* from, auto* to) {
+    for_each_range(num_rows, 1 + 16384 / size, [&](int64_t begin, int64_t end) {
+      for (int64_t row = begin; row < end; ++row)
+        for (int64_t i = 0; i < size; ++i) to[row * size + i] = from[row * size + input[i]];
+    });
+  };
+  if (x.scalar_type() == kFloat) run(rows.const_data_ptr<float>(), ordered.data_ptr<float>());
+  else run(rows.const_data_ptr<bfloat16>(), ordered.data_ptr<bfloat16>());
+  return ordered;
+}
+
+}  // namespace
+
+bool has_panels(ScalarType dtype) {
 #ifndef __AVX2__
   return false;
 #endif
-  return dtype == at::kFloat || dtype == at::kBFloat16 || dtype == at::kChar;
+  return dtype == kFloat || dtype == kBFloat16 || dtype == kChar;
 }
 
-at::Tensor apply(const Linear& linear, const at::Tensor& x) {
-  TORCH_CHECK(x.defined() && x.dim() > 0, "activations must have a dimension");
-  auto sizes = x.sizes().vec();
+Tensor apply(const Linear& linear, const Tensor& x) {
+  CHECK(x.defined() && x.dim() > 0, "activations must have a dimension");
+  std::vector<int64_t> sizes(x.sizes().begin(), x.sizes().end());
   sizes.back() = linear.out_features;
-  at::Tensor output = at::empty(sizes, x.options());
+  Tensor output = empty(sizes, x.scalar_type());
   apply_to(linear, x, output);
   return output;
 }
 
-void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output) {
+void apply_to(const Linear& linear, const Tensor& x, Tensor& output) {
   apply_to(linear, x, adapters_of_rows(linear, x.numel() / linear.in_features), output);
 }
 
-void apply_to(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row, at::Tensor& output) {
+void apply_to(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row, Tensor& output) {
   check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
   check_size(x, "activations", -1, linear.in_features);
   const int64_t num_rows = x.numel() / linear.in_features;
   if (num_rows == 0) return;
   const Additions additions(linear, x, adapter_of_row);
   if (linear.grouped)
-    return run_grouped(linear, linear.order ? x.index_select(-1, *linear.order) : x, additions, output);
+    return run_grouped(linear, linear.order ? in_order(x, *linear.order) : x, additions, output);
   const auto dtype = linear.panels.scalar_type();
-  TORCH_CHECK(x.scalar_type() == dtype || (dtype == at::kChar && x.is_floating_point()), "a layer of ", dtype,
+  CHECK(x.scalar_type() == dtype || dtype == kChar, "a layer of ", dtype,
               " cannot take ", x.scalar_type());
-  if (dtype == at::kFloat) {
-    const at::Tensor rows = padded_rows<Float32Rows>(x, linear.panels.size(1) * Float32Rows::kPack);
+  if (dtype == kFloat) {
+    const Tensor rows = padded_rows<Float32Rows>(x, linear.panels.size(1) * Float32Rows::kPack);
     run<Float32Rows, float, float>(linear, rows.const_data_ptr<float>(), num_rows,
                                    {linear, nullptr, additions, output});
-  } else if (dtype == at::kBFloat16) {
-    const at::Tensor rows = padded_rows<BFloat16Rows>(x, linear.panels.size(1) * BFloat16Rows::kPack);
-    run<BFloat16Rows, uint16_t, at::BFloat16>(
+  } else if (dtype == kBFloat16) {
+    const Tensor rows = padded_rows<BFloat16Rows>(x, linear.panels.size(1) * BFloat16Rows::kPack);
+    run<BFloat16Rows, uint16_t, bfloat16>(
         linear, static_cast<const BFloat16Rows::Input*>(rows.const_data_ptr()), num_rows,
         {linear, nullptr, additions, output});
 #ifdef INFLIGHT_INT8
-  } else if (dtype == at::kChar && x.scalar_type() == at::kFloat) {
+  } else if (dtype == kChar && x.scalar_type() == kFloat) {
     run_int8<float>(linear, x, additions, output);
-  } else if (dtype == at::kChar && x.scalar_type() == at::kBFloat16) {
-    run_int8<at::BFloat16>(linear, x, additions, output);
+  } else if (dtype == kChar && x.scalar_type() == kBFloat16) {
+    run_int8<bfloat16>(linear, x, additions, output);
 #endif
   } else {
-    TORCH_CHECK(false, "this CPU has no instructions for layers of ", dtype);
+    CHECK(false, "this CPU has no instructions for layers of ", dtype);
   }
 }
 

@@ -1,7 +1,7 @@
 // A linear layer whose weight lies in panels: in float32, bfloat16 or int8, or in a few bits in groups.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <optional>
 #include <string_view>
@@ -18,27 +18,27 @@ constexpr int kPanelOutputs = 32;
 // multiplies and adds for a lane at once: 1 for float32, 2 for bfloat16, 4 for int8. For int8, `scales` is `[out]`. A
 // grouped weight's panels are described in grouped.h.
 struct Linear {
-  at::Tensor panels;
-  std::optional<at::Tensor> bias, scales;
+  Tensor panels;
+  std::optional<Tensor> bias, scales;
   int64_t in_features, out_features;
   Activation activation;  // or nullptr
-  at::Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
+  Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
   std::optional<Grouped> grouped;
   bool is_exact = false;            // of a grouped weight: see grouped_linear.h
-  std::optional<at::Tensor> order;  // of a grouped weight, `[in]` int64: which input each of its own is
+  std::optional<Tensor> order;  // of a grouped weight, `[in]` int64: which input each of its own is
   std::optional<AdapterPlace> adapters;
 
-  Linear(const at::Tensor& panels, const std::optional<at::Tensor>& bias, const std::optional<at::Tensor>& scales,
+  Linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
          int64_t in_features, int64_t out_features, Activation activation);
-  Linear(const at::Tensor& panels, const Grouped& grouped, const std::optional<at::Tensor>& order, bool is_exact,
-         const std::optional<at::Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation);
+  Linear(const Tensor& panels, const Grouped& grouped, const std::optional<Tensor>& order, bool is_exact,
+         const std::optional<Tensor>& bias, int64_t in_features, int64_t out_features, Activation activation);
 
  private:
   void check_bias() const;
 };
 
 // Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
-bool has_panels(at::ScalarType dtype);
+bool has_panels(ScalarType dtype);
 
 // Which adapter each of so many rows has; null: none has any.
 inline const int32_t* adapters_of_rows(const Linear& linear, int64_t num_rows) {
@@ -46,12 +46,12 @@ inline const int32_t* adapters_of_rows(const Linear& linear, int64_t num_rows) {
 }
 
 // `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with a scale of its own.
-at::Tensor apply(const Linear& linear, const at::Tensor& x);
+Tensor apply(const Linear& linear, const Tensor& x);
 
 // The same, into `output` `[…, out]`, in one piece and of the dtype of `x`.
-void apply_to(const Linear& linear, const at::Tensor& x, at::Tensor& output);
+void apply_to(const Linear& linear, const Tensor& x, Tensor& output);
 
 // The same, for rows that have these adapters instead of the step's.
-void apply_to(const Linear& linear, const at::Tensor& x, const int32_t* adapter_of_row, at::Tensor& output);
+void apply_to(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row, Tensor& output);
 
 }  // namespace inflight

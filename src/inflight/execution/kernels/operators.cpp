@@ -1,8 +1,7 @@
 // The operators that Python sees, `torch.ops.inflight.*`. Objects that outlive a call are kept here, by number.
 
-#include <torch/library.h>
-
 #include <limits>
+#include <memory>
 #include <mutex>
 #include <unordered_map>
 
@@ -21,8 +20,8 @@
 #include "threads.h"
 
 namespace inflight::operators {
+namespace {
 
-using at::Tensor;
 template <class Value>
 class Registry {
  public:
@@ -34,7 +33,7 @@ class Registry {
   std::shared_ptr<Value> get(int64_t number) {
     const std::lock_guard lock(mutex_);
     const auto found = values_.find(number);
-    TORCH_CHECK(found != values_.end(), "there is nothing with number ", number, " (any more)");
+    CHECK(found != values_.end(), "there is nothing with number ", number, " (any more)");
     return found->second;
   }
   void remove(int64_t number) {
@@ -65,10 +64,10 @@ void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, cons
   inflight::begin_step(*steps.get(step), block_size, query_lens, kv_lens, indices, tables);
 }
 
-int64_t new_call(int64_t step, at::IntArrayRef sizes, double scale, double softcap, int64_t group, const Tensor& stored,
-                 at::ScalarType dtype) {
-  TORCH_CHECK(sizes.size() == 8, "an attention call has 8 sizes, not ", sizes.size());
-  for (const int64_t size : sizes) TORCH_CHECK(size <= 1 << 24, "a size of ", size, " is too large");
+int64_t new_call(int64_t step, Sizes sizes, double scale, double softcap, int64_t group, const Tensor& stored,
+                 ScalarType dtype) {
+  CHECK(sizes.size() == 8, "an attention call has 8 sizes, not ", sizes.size());
+  for (const int64_t size : sizes) CHECK(size <= 1 << 24, "a size of ", size, " is too large");
   const inflight::Shape shape{int(sizes[0]), int(sizes[1]), int(sizes[2]), int(sizes[3]), float(scale),
                               sizes[4],      sizes[5],      float(softcap), int(sizes[6]), sizes[7] != 0};
   const auto call = std::make_shared<Call>(Call{shape, int(group), stored, dtype, steps.get(step)});
@@ -88,7 +87,7 @@ int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, cons
   return linears.add(std::make_shared<Linear>(panels, bias, scales, in_features, out_features,
                                               find_activation(activation, variant)));
 }
-int64_t new_grouped_linear(const Tensor& panels, at::IntArrayRef layout, const std::optional<Tensor>& order,
+int64_t new_grouped_linear(const Tensor& panels, Sizes layout, const std::optional<Tensor>& order,
                            bool is_exact, const std::optional<Tensor>& bias, int64_t in_features, int64_t out_features,
                            std::string_view activation, std::string_view variant) {
   return linears.add(std::make_shared<Linear>(panels, Grouped(layout), order, is_exact, bias, in_features, out_features,
@@ -104,12 +103,12 @@ Registry<Adapter> adapters;
 int64_t new_adapted_step() { return adapted_steps.add(std::make_shared<AdaptedStep>()); }
 void delete_adapted_step(int64_t step) { adapted_steps.remove(step); }
 
-void begin_adapted_step(int64_t step, at::IntArrayRef numbers, at::IntArrayRef of_tokens, at::IntArrayRef of_logits) {
+void begin_adapted_step(int64_t step, Sizes numbers, Sizes of_tokens, Sizes of_logits) {
   AdaptedStep& own = *adapted_steps.get(step);
-  for (const at::IntArrayRef rows : {of_tokens, of_logits})
+  for (const Sizes rows : {of_tokens, of_logits})
     for (const int64_t number : rows)
-      TORCH_CHECK(number >= -1 && number < int64_t(numbers.size()), "there is no adapter ", number);
-  const auto with_copies = [](at::IntArrayRef rows) {
+      CHECK(number >= -1 && number < int64_t(numbers.size()), "there is no adapter ", number);
+  const auto with_copies = [](Sizes rows) {
     std::vector<int32_t> all(rows.begin(), rows.end());
     all.resize(rows.size() + AdaptedStep::kMostCopies, rows.empty() ? -1 : int32_t(rows.back()));
     return all;
@@ -124,16 +123,16 @@ void adapt_linear(int64_t linear, int64_t step, int64_t place, bool reads_logit_
   linears.get(linear)->adapters = AdapterPlace{adapted_steps.get(step), place, reads_logit_rows};
 }
 
-int64_t new_adapter(int64_t num_places, at::IntArrayRef places, at::IntArrayRef first_outputs, at::IntArrayRef num_outputs,
+int64_t new_adapter(int64_t num_places, Sizes places, Sizes first_outputs, Sizes num_outputs,
                     const std::vector<Tensor>& downs, const std::vector<Tensor>& ups) {
-  TORCH_CHECK(num_places >= 0 && num_places <= 1 << 24, "there cannot be ", num_places, " places");
+  CHECK(num_places >= 0 && num_places <= 1 << 24, "there cannot be ", num_places, " places");
   auto adapter = std::make_shared<Adapter>();
   adapter->places.resize(num_places);
   const size_t size = places.size();
-  TORCH_CHECK(first_outputs.size() == size && num_outputs.size() == size && downs.size() == size && ups.size() == size,
+  CHECK(first_outputs.size() == size && num_outputs.size() == size && downs.size() == size && ups.size() == size,
               "an adapter's matrices come with a place each");
   for (size_t i = 0; i < size; ++i) {
-    TORCH_CHECK(places[i] >= 0 && places[i] < num_places, "there is no place ", places[i]);
+    CHECK(places[i] >= 0 && places[i] < num_places, "there is no place ", places[i]);
     adapter->places[places[i]].push_back({downs[i], ups[i], first_outputs[i], num_outputs[i]});
   }
   check(*adapter);
@@ -145,13 +144,13 @@ Tensor adapted_rows(const Tensor& rows, const Tensor& ids, int64_t step, int64_t
   return inflight::adapted_rows(rows, ids, {adapted_steps.get(step), place, false});
 }
 
-int64_t new_experts(at::IntArrayRef ups, at::IntArrayRef downs, std::string_view activation, std::string_view variant) {
+int64_t new_experts(Sizes ups, Sizes downs, std::string_view activation, std::string_view variant) {
   auto mixture = std::make_shared<Experts>(Experts{{}, find_activation(activation, variant)});
-  TORCH_CHECK(ups.size() == downs.size(), "every expert has two projections");
+  CHECK(ups.size() == downs.size(), "every expert has two projections");
   for (size_t i = 0; i < ups.size(); ++i) {
     const Expert& expert = mixture->experts.emplace_back(Expert{linears.get(ups[i]), linears.get(downs[i])});
     const bool is_gated = expert.up->out_features == 2 * expert.down->in_features;
-    TORCH_CHECK((is_gated || !mixture->activation) && expert.down->out_features == expert.up->in_features,
+    CHECK((is_gated || !mixture->activation) && expert.down->out_features == expert.up->in_features,
                 "an expert's projections do not fit each other");
   }
   return mixtures.add(mixture);
@@ -185,7 +184,7 @@ Tensor gather_of_ranks(const Tensor& rows, int64_t exchange, int64_t) { return e
 
 Registry<Program> programs;
 
-int64_t new_program(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words,
+int64_t new_program(Sizes codes, std::span<const double> numbers, const std::vector<std::string>& words,
                     const std::vector<Tensor>& constants) {
   Reader reader(codes, numbers, words);
   return programs.add(std::make_shared<Program>(reader, constants, [](int64_t number) { return linears.get(number); }));
@@ -207,89 +206,168 @@ void delete_program_run(int64_t run) { program_runs.remove(run); }
 bool advance_program_run(int64_t run, int64_t num_items) { return program_runs.get(run)->advance(num_items); }
 std::vector<Tensor> outputs_of_program_run(int64_t run) { return program_runs.get(run)->outputs(); }
 
+int64_t num_lanes() { return kLanes; }
+int64_t scalar_type(ScalarType dtype) { return int64_t(dtype); }
+
+// ------------------------------------------------------------------------------------------------ for the bridge
+
+template <class Value>
+[[gnu::noinline]] std::vector<Value> list_of(const InflightValue& value) {
+  std::vector<Value> list;
+  for (int64_t i = 0; i < value.integer; ++i) {
+    if constexpr (std::is_same_v<Value, Tensor>) {
+      list.emplace_back(static_cast<const InflightTensor*>(value.items)[i]);
+    } else {
+      const auto& word = static_cast<const InflightValue*>(value.items)[i];
+      list.emplace_back(static_cast<const char*>(word.items), size_t(word.integer));
+    }
+  }
+  return list;
+}
+
+// An argument as a parameter of a type.
+template <class Type>
+[[gnu::noinline]] Type argument(const InflightValue& value) {
+  if constexpr (std::is_same_v<Type, Tensor>) return Tensor(*static_cast<const InflightTensor*>(value.items));
+  else if constexpr (std::is_same_v<Type, std::optional<Tensor>>)
+    return value.items ? std::optional(argument<Tensor>(value)) : std::nullopt;
+  else if constexpr (std::is_same_v<Type, std::string_view>)
+    return {static_cast<const char*>(value.items), size_t(value.integer)};
+  else if constexpr (std::is_same_v<Type, Sizes>) return {static_cast<const int64_t*>(value.items), size_t(value.integer)};
+  else if constexpr (std::is_same_v<Type, std::span<const double>>)
+    return {static_cast<const double*>(value.items), size_t(value.integer)};
+  else if constexpr (std::is_same_v<Type, double>) return value.number;
+  else if constexpr (requires { typename Type::allocator_type; }) return list_of<typename Type::value_type>(value);
+  else return Type(value.integer);
+}
+
+// What the caller gets references to.
+[[gnu::noinline]] InflightValue given(const std::vector<Tensor>& tensors) {
+  thread_local std::vector<InflightTensor> own;
+  own.clear();
+  for (const Tensor& each : tensors) {
+    own.push_back(each.raw());
+    torch->retain(each.memory().raw().owner);
+  }
+  return {int64_t(own.size()), 0, own.data()};
+}
+InflightValue given(const Tensor& tensor) { return given(std::vector{tensor}); }
+InflightValue given(int64_t number) { return {number, 0, nullptr}; }
+
+template <class Result, class... Parameters, size_t... kPlaces>
+void call(Result (*function)(Parameters...), const InflightValue* arguments, InflightValue* result,
+          std::index_sequence<kPlaces...>) {
+  const auto run = [&] { return function(argument<std::remove_cvref_t<Parameters>>(arguments[kPlaces])...); };
+  if constexpr (std::is_void_v<Result>) run();
+  else *result = given(run());
+}
+
+template <class Result, class... Parameters>
+void call(Result (*function)(Parameters...), const InflightValue* arguments, InflightValue* result) {
+  call(function, arguments, result, std::index_sequence_for<Parameters...>());
+}
+
+template <auto kFunction>
+void run(const InflightValue* arguments, InflightValue* result) {
+  call(kFunction, arguments, result);
+}
+
+const InflightOperator operators[] = {
+    {"num_lanes() -> int", 0, run<num_lanes>},
+    {"new_step() -> int", 0, run<new_step>},
+    {"delete_step(int step) -> ()", 0, run<delete_step>},
+    {"begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, Tensor[] "
+     "tables) -> ()",
+     0, run<begin_step>},
+    {"new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, ScalarType "
+     "dtype) -> int",
+     0, run<new_call>},
+    {"delete_call(int call) -> ()", 0, run<delete_call>},
+    {"write(Tensor key, Tensor value, int call) -> ()", 1, run<write>},
+    {"attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor", 1, run<attend>},
+    {"has_panels(ScalarType dtype) -> bool", 0, run<inflight::has_panels>},
+    {"new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, str "
+     "activation, str variant) -> int",
+     0, run<new_linear>},
+    {"multiplies_whole_numbers() -> bool", 0, run<inflight::multiplies_whole_numbers>},
+    {"prefers_whole_numbers() -> bool", 0, run<inflight::prefers_whole_numbers>},
+    {"pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
+     "Tensor? fine_minima) -> Tensor",
+     0, run<inflight::pack_grouped>},
+    {"round_grouped(int[] layout, Tensor weight) -> Tensor", 0, run<inflight::round_grouped>},
+    {"grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
+     "ScalarType dtype) -> Tensor",
+     1, run<inflight::grouped_rows>},
+    {"grouped_values(int[] layout, Tensor panels, int out_features, int in_features, ScalarType dtype) -> "
+     "Tensor",
+     0, run<inflight::grouped_values>},
+    {"new_grouped_linear(Tensor panels, int[] layout, Tensor? order, bool is_exact, Tensor? bias, int "
+     "in_features, int out_features, str activation, str variant) -> int",
+     0, run<new_grouped_linear>},
+    {"delete_linear(int linear) -> ()", 0, run<delete_linear>},
+    {"linear(Tensor x, int linear, int out_features) -> Tensor", 1, run<linear>},
+    {"new_adapted_step() -> int", 0, run<new_adapted_step>},
+    {"delete_adapted_step(int step) -> ()", 0, run<delete_adapted_step>},
+    {"begin_adapted_step(int step, int[] adapters, int[] of_tokens, int[] of_logits) -> "
+     "()",
+     0, run<begin_adapted_step>},
+    {"adapt_linear(int linear, int step, int place, bool reads_logit_rows) -> ()", 0, run<adapt_linear>},
+    {"new_adapter(int num_places, int[] places, int[] first_outputs, int[] num_outputs, Tensor[] downs, "
+     "Tensor[] ups) -> int",
+     0, run<new_adapter>},
+    {"delete_adapter(int adapter) -> ()", 0, run<delete_adapter>},
+    {"adapted_rows(Tensor rows, Tensor ids, int step, int place) -> Tensor", 1, run<adapted_rows>},
+    {"new_experts(int[] ups, int[] downs, str activation, str variant) -> int", 0, run<new_experts>},
+    {"delete_experts(int experts) -> ()", 0, run<delete_experts>},
+    {"experts(Tensor x, Tensor chosen, int experts) -> Tensor", 1, run<experts>},
+    {"experts_up(Tensor x, Tensor chosen, int experts, int out_features) -> Tensor", 1, run<experts_up>},
+    {"experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor", 1, run<experts_down>},
+    {"weighted_sum(Tensor rows, Tensor weights) -> Tensor", 1, run<inflight::weighted_sum>},
+    {"new_exchange(int file, int rank, int num_ranks, int place_bytes) -> int", 0, run<new_exchange>},
+    {"delete_exchange(int exchange) -> ()", 0, run<delete_exchange>},
+    {"begin_exchange(int exchange, int step) -> ()", 0, run<begin_exchange>},
+    {"give_up_exchange(int exchange) -> ()", 0, run<give_up_exchange>},
+    {"is_exchange_given_up(int exchange) -> bool", 0, run<is_exchange_given_up>},
+    {"end_exchange(int exchange) -> ()", 0, run<end_exchange>},
+    {"sum_of_ranks(Tensor rows, int exchange) -> Tensor", 1, run<sum_of_ranks>},
+    {"gather_of_ranks(Tensor rows, int exchange, int num_ranks) -> Tensor", 1, run<gather_of_ranks>},
+    {"activate(Tensor x, str activation, str variant) -> Tensor", 1, run<inflight::activate>},
+    {"scalar_type(ScalarType dtype) -> int", 0, run<scalar_type>},
+    {"new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", 0, run<new_program>},
+    {"delete_program(int program) -> ()", 0, run<delete_program>},
+    {"run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> "
+     "Tensor[]",
+     0, run<run_program>},
+    {"new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> "
+     "int",
+     0, run<new_program_run>},
+    {"delete_program_run(int run) -> ()", 0, run<delete_program_run>},
+    {"advance_program_run(int run, int num_items) -> bool", 0, run<advance_program_run>},
+    {"outputs_of_program_run(int run) -> Tensor[]", 0, run<outputs_of_program_run>},
+    {"use_own_threads(bool are_used) -> ()", 0, run<inflight::use_own_threads>},
+    {"greedy(Tensor logits) -> Tensor", 0, run<inflight::greedy>},
+    {"sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) "
+     "-> Tensor",
+     0, run<inflight::sample>},
+};
+
+const char* run_operator(const InflightOperator* own, const InflightValue* arguments, InflightValue* result) {
+  thread_local std::string message;
+  try {
+    own->run(arguments, result);
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+  }
+  return message.c_str();
+}
+
+const InflightKernels kernels = {operators, std::size(operators), run_operator};
+
+}  // namespace
 }  // namespace inflight::operators
 
-TORCH_LIBRARY(inflight, library) {
-  namespace ours = inflight::operators;
-  library.def("num_lanes() -> int", [] { return int64_t(inflight::kLanes); });
-  library.def("new_step() -> int", &ours::new_step);
-  library.def("delete_step(int step) -> ()", &ours::delete_step);
-  library.def("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, Tensor[] tables) -> ()",
-              &ours::begin_step);
-  library.def("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, "
-              "ScalarType dtype) -> int",
-              &ours::new_call);
-  library.def("delete_call(int call) -> ()", &ours::delete_call);
-  library.def("write(Tensor key, Tensor value, int call) -> ()");
-  library.impl("write", c10::DispatchKey::CPU, &ours::write);
-  library.def("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor");
-  library.impl("attend", c10::DispatchKey::CPU, &ours::attend);
-  library.def("has_panels(ScalarType dtype) -> bool", &inflight::has_panels);
-  library.def("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
-              "str activation, str variant) -> int",
-              &ours::new_linear);
-  library.def("multiplies_whole_numbers() -> bool", &inflight::multiplies_whole_numbers);
-  library.def("prefers_whole_numbers() -> bool", &inflight::prefers_whole_numbers);
-  library.def("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
-              "Tensor? fine_minima) -> Tensor",
-              &inflight::pack_grouped);
-  library.def("round_grouped(int[] layout, Tensor weight) -> Tensor", &inflight::round_grouped);
-  library.def("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
-              "ScalarType dtype) -> Tensor");
-  library.impl("grouped_rows", c10::DispatchKey::CPU, &inflight::grouped_rows);
-  library.def("grouped_values(int[] layout, Tensor panels, int out_features, int in_features, ScalarType dtype) -> Tensor",
-              &inflight::grouped_values);
-  library.def("new_grouped_linear(Tensor panels, int[] layout, Tensor? order, bool is_exact, Tensor? bias, "
-              "int in_features, int out_features, str activation, str variant) -> int",
-              &ours::new_grouped_linear);
-  library.def("delete_linear(int linear) -> ()", &ours::delete_linear);
-  library.def("linear(Tensor x, int linear, int out_features) -> Tensor");
-  library.impl("linear", c10::DispatchKey::CPU, &ours::linear);
-  library.def("new_adapted_step() -> int", &ours::new_adapted_step);
-  library.def("delete_adapted_step(int step) -> ()", &ours::delete_adapted_step);
-  library.def("begin_adapted_step(int step, int[] adapters, int[] of_tokens, int[] of_logits) -> ()",
-              &ours::begin_adapted_step);
-  library.def("adapt_linear(int linear, int step, int place, bool reads_logit_rows) -> ()", &ours::adapt_linear);
-  library.def("new_adapter(int num_places, int[] places, int[] first_outputs, int[] num_outputs, Tensor[] downs, "
-              "Tensor[] ups) -> int",
-              &ours::new_adapter);
-  library.def("delete_adapter(int adapter) -> ()", &ours::delete_adapter);
-  library.def("adapted_rows(Tensor rows, Tensor ids, int step, int place) -> Tensor");
-  library.impl("adapted_rows", c10::DispatchKey::CPU, &ours::adapted_rows);
-  library.def("new_experts(int[] ups, int[] downs, str activation, str variant) -> int", &ours::new_experts);
-  library.def("delete_experts(int experts) -> ()", &ours::delete_experts);
-  library.def("experts(Tensor x, Tensor chosen, int experts) -> Tensor");
-  library.impl("experts", c10::DispatchKey::CPU, &ours::experts);
-  library.def("experts_up(Tensor x, Tensor chosen, int experts, int out_features) -> Tensor");
-  library.impl("experts_up", c10::DispatchKey::CPU, &ours::experts_up);
-  library.def("experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor");
-  library.impl("experts_down", c10::DispatchKey::CPU, &ours::experts_down);
-  library.def("weighted_sum(Tensor rows, Tensor weights) -> Tensor");
-  library.impl("weighted_sum", c10::DispatchKey::CPU, &inflight::weighted_sum);
-  library.def("new_exchange(int file, int rank, int num_ranks, int place_bytes) -> int", &ours::new_exchange);
-  library.def("delete_exchange(int exchange) -> ()", &ours::delete_exchange);
-  library.def("begin_exchange(int exchange, int step) -> ()", &ours::begin_exchange);
-  library.def("give_up_exchange(int exchange) -> ()", &ours::give_up_exchange);
-  library.def("is_exchange_given_up(int exchange) -> bool", &ours::is_exchange_given_up);
-  library.def("end_exchange(int exchange) -> ()", &ours::end_exchange);
-  library.def("sum_of_ranks(Tensor rows, int exchange) -> Tensor");
-  library.impl("sum_of_ranks", c10::DispatchKey::CPU, &ours::sum_of_ranks);
-  library.def("gather_of_ranks(Tensor rows, int exchange, int num_ranks) -> Tensor");
-  library.impl("gather_of_ranks", c10::DispatchKey::CPU, &ours::gather_of_ranks);
-  library.def("activate(Tensor x, str activation, str variant) -> Tensor");
-  library.impl("activate", c10::DispatchKey::CPU, &inflight::activate);
-  library.def("scalar_type(ScalarType dtype) -> int", [](at::ScalarType dtype) { return int64_t(dtype); });
-  library.def("new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", &ours::new_program);
-  library.def("delete_program(int program) -> ()", &ours::delete_program);
-  library.def("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> Tensor[]",
-              &ours::run_program);
-  library.def("new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> int",
-              &ours::new_program_run);
-  library.def("delete_program_run(int run) -> ()", &ours::delete_program_run);
-  library.def("advance_program_run(int run, int num_items) -> bool", &ours::advance_program_run);
-  library.def("outputs_of_program_run(int run) -> Tensor[]", &ours::outputs_of_program_run);
-  library.def("use_own_threads(bool are_used) -> ()", &inflight::use_own_threads);
-  library.def("greedy(Tensor logits) -> Tensor", &inflight::greedy);
-  library.def("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) -> Tensor",
-              &inflight::sample);
+extern "C" __attribute__((visibility("default"))) const InflightKernels* inflight_kernels(const InflightTorch* torch) {
+  inflight::torch = torch;
+  return &inflight::operators::kernels;
 }

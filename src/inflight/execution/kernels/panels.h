@@ -57,7 +57,7 @@ struct Finish {
   const float* const* additions;  // by row
   Output* output;  // [rows, out]
 
-  Finish(const Linear& linear, const float* row_scales, const Additions& additions, at::Tensor& output)
+  Finish(const Linear& linear, const float* row_scales, const Additions& additions, Tensor& output)
       : out_features(linear.out_features),
         bias(linear.bias ? linear.bias->const_data_ptr<Output>() : nullptr),
         activation(linear.activation),
@@ -113,7 +113,7 @@ struct Finish {
 template <class Way, class Run>
 void for_each_run(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
   const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;
-  const int64_t num_items = num_blocks * num_panels, num_threads = at::get_num_threads();
+  const int64_t num_items = num_blocks * num_panels, num_threads = thread_count();
   const int64_t item_size = steps * (kRowsOfReading + std::min(num_rows, Way::kRowsOfItem));
   int64_t num_shares = std::clamp<int64_t>(num_items * item_size / kMinShareSize, 1, kSharesOfThread * num_threads);
   if (num_shares > num_threads) num_shares -= num_shares % num_threads;

@@ -1,9 +1,8 @@
 // Work for as many threads as torch has, on ours or torch's. Which of them does what changes no bit.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
+#include <cstdint>
 
 #include "threads.h"
 
@@ -14,13 +13,13 @@ constexpr int64_t kRangesOfThread = 4;  // a thread that is kept from its core d
 // Calls function(item) once for each item.
 template <class Function>
 void for_each_item(int64_t num_items, const Function& function) {
-  run_items(num_items, at::get_num_threads(), function);
+  run_items(num_items, thread_count(), function);
 }
 
 // Calls function(begin, end) for ranges that together are [0, size), of `least` numbers or more if there are so many.
 template <class Function>
 void for_each_range(int64_t size, int64_t least, const Function& function) {
-  const int64_t num_threads = at::get_num_threads(), most = num_threads > 1 ? kRangesOfThread * num_threads : 1;
+  const int64_t num_threads = thread_count(), most = num_threads > 1 ? kRangesOfThread * num_threads : 1;
   const int64_t num_ranges = std::min(most, std::max<int64_t>(1, size / std::max<int64_t>(1, least)));
   if (size > 0)
     for_each_item(num_ranges, [&](int64_t i) { function(size * i / num_ranges, size * (i + 1) / num_ranges); });

@@ -1,16 +1,11 @@
 #include "program.h"
 
-#include <ATen/ScalarOps.h>
-#include <ATen/core/List.h>
-#include <ATen/record_function.h>
-
 #include <cstring>
 
 #include "checks.h"
 #include "parallel.h"
 #include "read_ahead.h"
 #include "threads.h"
-#include "torch_alone.h"
 
 namespace inflight {
 namespace {
@@ -21,200 +16,183 @@ constexpr int64_t kMinNormalized = 1 << 14;    // elements of a layer norm that 
 
 enum class Work : int64_t { kRowKernel, kOperator, kLinear };
 
-enum class Kind : int64_t { kNone, kInteger, kNumber, kFlag, kTensor, kIntegers, kTensors, kNumberAsTensor,
-                            kIntegerAsTensor, kWord, kDevice, kNumbers };
-
-at::DimVector at_step(const std::vector<Size>& sizes, const StepSize& step) {
-  at::DimVector numbers;
-  for (const Size& size : sizes) numbers.push_back(size.at(step));
-  return numbers;
-}
-
-at::DimVector places_at(const std::vector<Size>& sizes, const StepSize& step) {
-  at::DimVector places;
-  for (const Size& size : sizes) places.push_back(size.place_at(step));
-  return places;
-}
-
 ValueView read_view(Reader& reader) {
   const int64_t value = reader.code();
   const bool is_opaque = reader.flag();
-  const at::ScalarType dtype = reader.dtype();
+  const ScalarType dtype = reader.dtype();
   std::vector<Size> sizes = reader.sizes(), strides = reader.sizes();
+  CHECK(sizes.size() == strides.size() && int64_t(sizes.size()) <= kMaxDims, "a view has a stride for each of its sizes, ",
+        kMaxDims, " at most");
   return {value, is_opaque, dtype, std::move(sizes), std::move(strides), reader.size()};
 }
 
-// A number that takes part in type promotion as Python's do.
-at::Tensor wrapped(const at::Scalar& number) {
-  at::Tensor tensor = c10::scalar_to_tensor(number);
-  tensor.unsafeGetTensorImpl()->set_wrapped_number(true);
-  return tensor;
-}
-
-// Torch's layer norm, which would run on this thread alone. No row knows of another, so ours deal them out.
-void call_layer_norm(const c10::OperatorHandle& layer_norm, torch::jit::Stack& stack) {
-  const at::Tensor input = stack.at(0).toTensor();
-  const int64_t size = input.dim() > 0 ? input.size(-1) : 0, num_threads = at::get_num_threads();
-  const int64_t num_ranges = std::min(kRangesOfThread * num_threads, input.numel() / kMinNormalized);
-  if (num_ranges < 2 || num_threads < 2 || stack.at(1).toIntVector() != std::vector<int64_t>{size}) {
-    const TorchAlone alone;
-    return layer_norm.callBoxed(&stack);
-  }
-  const at::Tensor rows = input.reshape({-1, size}).contiguous();
-  at::Tensor output = at::empty(input.sizes(), input.options());
-  const int64_t row_bytes = size * input.element_size();
-  std::vector<torch::jit::Stack> parts(num_ranges, stack);
-  for_each_item(num_ranges, [&](int64_t i) {
-    const c10::InferenceMode is_inferring;  // which only the calling thread may be in
-    const TorchAlone alone;
-    const int64_t begin = rows.size(0) * i / num_ranges, end = rows.size(0) * (i + 1) / num_ranges;
-    parts[i][0] = rows.narrow(0, begin, end - begin);
-    layer_norm.callBoxed(&parts[i]);
-    std::memcpy(static_cast<char*>(output.data_ptr()) + begin * row_bytes, parts[i][0].toTensor().const_data_ptr(),
-                (end - begin) * row_bytes);
-  });
-  at::DimVector sizes(input.sizes());  // of means and deviations, which some overloads give, too
-  sizes.back() = 1;
-  stack = {output};
-  for (size_t result = 1; result < parts[0].size(); ++result) {
-    std::vector<at::Tensor> tensors;
-    for (const auto& part : parts) tensors.push_back(part[result].toTensor());
-    stack.emplace_back(at::cat(tensors).reshape(sizes));
-  }
+// What an operator of torch's gives.
+std::vector<Memory> call(void* made, const std::vector<InflightValue>& arguments, int32_t how) {
+  InflightValue result;
+  check_done(torch->call_operator(made, arguments.data(), how, &result));
+  const auto* tensors = static_cast<const InflightTensor*>(result.items);
+  std::vector<Memory> given;
+  for (int64_t i = 0; i < result.integer; ++i) given.push_back(Memory::taken(tensors[i].memory));
+  return given;
 }
 
 }  // namespace
 
-at::Tensor ValueView::of(const std::vector<at::Tensor>& values, const StepSize& step) const {
-  const at::Tensor& base = values.at(value);
-  TORCH_CHECK(base.defined(), "a program reads a value that is not there");
-  if (is_opaque) return base;
-  TORCH_CHECK(sizes.size() == strides.size(), "a view has a stride for each of its sizes");
-  const at::DimVector shape = places_at(sizes, step), distances = places_at(strides, step);
-  const int64_t first = offset.place_at(step);
+Tensor ValueView::of(const std::vector<Memory>& values, const StepSize& step) const {
+  const Memory& base = values.at(value);
+  CHECK(base.defined(), "a program reads a value that is not there");
+  Memory memory = base;
+  if (is_opaque) {
+    memory.add_flags(kInflightIsWhole);
+    return {std::move(memory), Sizes()};
+  }
+  CHECK(base.is_dense(), "a program looks into a value that is not dense");
+  memory.set_type(dtype);
+  int64_t shape[kMaxDims], distances[kMaxDims];
+  __int128 num_elements = 1;
+  const int64_t first = offset.place_at(step), num_dims = int64_t(sizes.size()), item_size = size_of(dtype);
   __int128 end = first + 1;
-  for (size_t dim = 0; dim < shape.size(); ++dim) end += __int128(shape[dim] - 1) * distances[dim];
-  const bool is_empty = std::find(shape.begin(), shape.end(), 0) != shape.end();
-  TORCH_CHECK(is_empty || end * int64_t(c10::elementSize(dtype)) <= int64_t(base.storage().nbytes()),
-              "a view would leave its memory");
-  at::Tensor view = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
-                                                             base.key_set(), c10::scalarTypeToTypeMeta(dtype));
-  view.unsafeGetTensorImpl()->set_sizes_and_strides(shape, distances, first);
-  return view;
+  bool is_empty = false;
+  for (int64_t dim = 0; dim < num_dims; ++dim) {
+    shape[dim] = sizes[dim].place_at(step), distances[dim] = strides[dim].place_at(step);
+    end += __int128(shape[dim] - 1) * distances[dim];
+    is_empty |= shape[dim] == 0;
+    num_elements *= shape[dim];
+    CHECK(num_elements < kMaxPlace, "a program asks for too much memory");
+  }
+  CHECK(is_empty || end * item_size <= base.num_bytes(), "a view would leave its memory");
+  char* data = base.begin() + first * item_size;
+  return {std::move(memory), data, Sizes(shape, num_dims), Sizes(distances, num_dims)};
 }
 
-OperatorCall::OperatorCall(Reader& reader)
-    : operator_([&] {
-        const std::string& name = reader.word();
-        return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), reader.word().c_str());
-      }()) {
-  const auto& schema = operator_.schema().arguments();
-  size_t next = 0;
-  arguments_ = reader.list([&] {
-    Argument argument = read_argument(reader, schema.at(next).type());
-    check_enumerator(schema.at(next++).real_type(), argument);
-    return argument;
-  });
-  TORCH_CHECK(arguments_.size() == schema.size(), "an operator of a program has ", schema.size(), " arguments, not ",
-              arguments_.size());
+OperatorArgument::OperatorArgument(Reader& reader) : kind(InflightKind(reader.code())) {
+  if (kind == kInflightInteger) sizes.push_back(reader.size());
+  else if (kind == kInflightNumber || kind == kInflightNumberAsTensor) number = reader.number();
+  else if (kind == kInflightFlag) integer = reader.flag();
+  else if (kind == kInflightIntegerAsTensor) integer = reader.code();
+  else if (kind == kInflightTensor) views.emplace_back(read_view(reader));
+  else if (kind == kInflightIntegers) sizes = reader.sizes();
+  else if (kind == kInflightTensors)
+    views = reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; });
+  else if (kind == kInflightWord || kind == kInflightDevice) word = reader.word();
+  else if (kind == kInflightNumbers) numbers = reader.list([&] { return reader.number(); });
+  else CHECK(kind == kInflightNone, "a program has an argument of no known kind");
+}
+
+InflightArgument OperatorArgument::known() const {
+  switch (kind) {
+    case kInflightInteger: return {kind, sizes[0].per_token == 0 && sizes[0].per_logit_row == 0, {sizes[0].fixed, 0, nullptr}};
+    case kInflightWord:
+    case kInflightDevice: return {kind, false, {int64_t(word.size()), 0, word.data()}};
+    case kInflightNumbers: return {kind, false, {int64_t(numbers.size()), 0, numbers.data()}};
+    default: return {kind, false, {integer, number, nullptr}};
+  }
+}
+
+OperatorCall::OperatorCall(Reader& reader) {
+  const std::string& name = reader.word();
+  const std::string& overload = reader.word();
+  arguments_ = reader.list([&] { return OperatorArgument(reader); });
+  std::vector<InflightArgument> known;
+  for (const OperatorArgument& each : arguments_) known.push_back(each.known());
+  void* made = nullptr;
+  check_done(torch->new_operator(name.c_str(), overload.c_str(), known.data(), int64_t(known.size()), &made));
+  operator_.reset(made);
   outputs_ = reader.list([&] { return reader.code(); });
-  const std::string& name = operator_.schema().name();
   is_torchs_ = name.starts_with("aten::");
   is_layer_norm_ = name == "aten::native_layer_norm" || name == "aten::layer_norm";
 }
 
-OperatorCall::Argument OperatorCall::read_argument(Reader& reader, const c10::TypePtr& type) const {
-  const auto as_whole = [](c10::IValue value) { return Argument(std::move(value)); };
-  switch (Kind(reader.code())) {
-    case Kind::kNone: return as_whole({});
-    case Kind::kInteger: return reader.size();
-    case Kind::kNumber: return as_whole(reader.number());
-    case Kind::kFlag: return as_whole(reader.flag());
-    case Kind::kTensor: return read_view(reader);
-    case Kind::kIntegers: return reader.sizes();
-    case Kind::kTensors:
-      return ViewList{reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; }),
-                      !type->isSubtypeOf(*c10::ListType::ofTensors())};
-    case Kind::kNumberAsTensor: return as_whole(wrapped(reader.number()));
-    case Kind::kIntegerAsTensor: return as_whole(wrapped(reader.code()));
-    case Kind::kWord: return as_whole(reader.word());
-    case Kind::kDevice: return as_whole(c10::Device(reader.word()));
-    case Kind::kNumbers: return as_whole(c10::List<double>(reader.list([&] { return reader.number(); })));
+void OperatorCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory&) const {
+  std::vector<Tensor> viewed;  // they hold their memory until the end
+  std::vector<InflightTensor> tensors;
+  std::vector<int64_t> integers;
+  size_t num_tensors = 0, num_integers = 0;
+  for (const OperatorArgument& each : arguments_) num_tensors += each.views.size(), num_integers += each.sizes.size();
+  viewed.reserve(num_tensors), tensors.reserve(num_tensors), integers.reserve(num_integers);
+  std::vector<InflightValue> arguments;
+  for (const OperatorArgument& each : arguments_) {
+    InflightValue& argument = arguments.emplace_back();
+    if (each.kind == kInflightTensor || each.kind == kInflightTensors) {
+      argument = {int64_t(each.views.size()), 0, tensors.data() + tensors.size()};
+      for (const auto& view : each.views)
+        tensors.push_back(view ? viewed.emplace_back(view->of(values, step)).raw() : InflightTensor{});
+    } else if (each.kind == kInflightInteger) {
+      argument.integer = each.sizes[0].at(step);
+    } else if (each.kind == kInflightIntegers) {
+      argument = {int64_t(each.sizes.size()), 0, integers.data() + integers.size()};
+      for (const Size& size : each.sizes) integers.push_back(size.at(step));
+    }
   }
-  TORCH_CHECK(false, "a program has an argument of no known kind");
+  const bool is_alone = is_torchs_ && uses_own_threads();
+  std::vector<Memory> results = is_alone && is_dealt_out(arguments)
+                                    ? deal_out(std::move(arguments))
+                                    : call(operator_.get(), arguments, is_alone ? kInflightAlone : 0);
+  for (size_t i = 0; i < results.size(); ++i) values.at(outputs_.at(i)) = std::move(results[i]);
 }
 
-// Torch does not ask whether there is a dtype, a layout or a memory format of a number.
-void OperatorCall::check_enumerator(c10::TypePtr type, const Argument& argument) {
-  if (const auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
-  const auto kind = type->kind();
-  if (kind != c10::TypeKind::ScalarTypeType && kind != c10::TypeKind::LayoutType &&
-      kind != c10::TypeKind::MemoryFormatType)
-    return;
-  if (const auto* none = std::get_if<c10::IValue>(&argument); none && none->isNone()) return;
-  const auto* number = std::get_if<Size>(&argument);
-  TORCH_CHECK(number && number->per_token == 0 && number->per_logit_row == 0, "an operator takes no such enumerator");
-  if (kind == c10::TypeKind::ScalarTypeType) return void(as_dtype(number->fixed));
-  const int64_t last = kind == c10::TypeKind::LayoutType ? 0 : int64_t(at::MemoryFormat::ChannelsLast);
-  TORCH_CHECK(number->fixed >= 0 && number->fixed <= last, "an operator takes no such enumerator");
+// Whether this is a layer norm of the last dimension with work for several threads.
+bool OperatorCall::is_dealt_out(const std::vector<InflightValue>& arguments) const {
+  if (!is_layer_norm_ || arguments_.at(0).kind != kInflightTensor || arguments_.at(1).kind != kInflightIntegers) return false;
+  const auto& input = *static_cast<const InflightTensor*>(arguments[0].items);
+  int64_t num_elements = 1;
+  for (int64_t dim = 0; dim < input.num_dims; ++dim) num_elements *= input.sizes[dim];
+  return !(input.memory.flags & kInflightIsWhole) && input.num_dims > 0 && thread_count() > 1 &&
+         num_elements >= 2 * kMinNormalized && arguments[1].integer == 1 &&
+         *static_cast<const int64_t*>(arguments[1].items) == input.sizes[input.num_dims - 1];
 }
 
-c10::IValue OperatorCall::value_of(const Argument& argument, const std::vector<at::Tensor>& values,
-                                  const StepSize& step) const {
-  if (const auto* whole = std::get_if<c10::IValue>(&argument)) return *whole;
-  if (const auto* size = std::get_if<Size>(&argument)) return size->at(step);
-  if (const auto* view = std::get_if<ValueView>(&argument)) return view->of(values, step);
-  if (const auto* sizes = std::get_if<std::vector<Size>>(&argument)) return at::IntArrayRef(at_step(*sizes, step));
-  const auto& [views, are_optional] = std::get<ViewList>(argument);
-  if (!are_optional) {
-    c10::List<at::Tensor> tensors;
-    for (const auto& view : views) tensors.push_back(view.value().of(values, step));
-    return tensors;
+// Torch's layer norm would run on this thread alone. No row knows of another, so ours deal them out.
+std::vector<Memory> OperatorCall::deal_out(std::vector<InflightValue> arguments) const {
+  const Tensor input = Tensor(*static_cast<const InflightTensor*>(arguments[0].items)).contiguous();
+  const int64_t size = input.size(-1), num_rows = input.numel() / size;
+  const int64_t num_ranges = std::min(kRangesOfThread * thread_count(), input.numel() / kMinNormalized);
+  const int64_t row_sizes[] = {num_rows, size};
+  const Tensor rows(input.memory(), static_cast<char*>(input.data_ptr()), row_sizes, std::array{size, int64_t(1)});
+  std::vector<Memory> results = {empty(row_sizes, input.scalar_type()).memory()};
+  const int64_t row_bytes = size * input.element_size();
+  std::vector<std::vector<Memory>> parts(num_ranges);
+  for_each_item(num_ranges, [&](int64_t i) {
+    const int64_t begin = num_rows * i / num_ranges, end = num_rows * (i + 1) / num_ranges;
+    const InflightTensor part = rows.narrow(begin, end - begin).raw();
+    std::vector<InflightValue> own = arguments;
+    own[0].items = &part;
+    parts[i] = call(operator_.get(), own, kInflightAlone | kInflightInferring);
+    std::memcpy(results[0].begin() + begin * row_bytes, parts[i].at(0).begin(), (end - begin) * row_bytes);
+    parts[i][0].reset();
+  });
+  for (size_t result = 1; result < parts[0].size(); ++result) {  // means and deviations, which some overloads give, too
+    results.push_back(empty({num_rows}, parts[0][result].scalar_type()).memory());
+    char* to = results.back().begin();
+    for (const auto& part : parts) to = std::copy_n(part[result].begin(), part[result].num_bytes(), to);
   }
-  c10::List<std::optional<at::Tensor>> tensors;
-  for (const auto& view : views) tensors.push_back(view ? std::optional(view->of(values, step)) : std::nullopt);
-  return tensors;
+  return results;
 }
 
-void OperatorCall::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory&) const {
-  torch::jit::Stack stack;
-  stack.reserve(arguments_.size());
-  for (const Argument& argument : arguments_) stack.push_back(value_of(argument, values, step));
-  if (is_layer_norm_ && uses_own_threads()) {
-    call_layer_norm(operator_, stack);
-  } else {
-    const auto alone = is_torchs_ && uses_own_threads() ? std::make_optional<TorchAlone>() : std::nullopt;
-    operator_.callBoxed(&stack);
-  }
-  size_t next = 0;
-  const auto keep = [&](const at::Tensor& result) { values.at(outputs_.at(next++)) = result; };
-  for (const c10::IValue& result : stack) {
-    if (result.isTensor()) keep(result.toTensor());
-    if (result.isTensorList())
-      for (const at::Tensor& each : result.toTensorList()) keep(each);
-  }
-}
-
-void LinearCall::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const {
-  RECORD_FUNCTION("inflight::linear", c10::ArrayRef<const c10::IValue>{});
-  const at::Tensor rows = input.of(values, step);
-  TORCH_CHECK(rows.dim() > 0, "activations must have a dimension");
-  at::DimVector sizes(rows.sizes());
-  sizes.back() = linear->out_features;
-  at::Tensor& to = values.at(output);
-  to = memory.empty(sizes, rows.scalar_type());
+void LinearCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const {
+  const Range range("inflight::linear");
+  const Tensor rows = input.of(values, step);
+  CHECK(rows.dim() > 0, "activations must have a dimension");
+  int64_t sizes[kMaxDims];
+  std::copy_n(rows.sizes().data(), rows.dim(), sizes);
+  sizes[rows.dim() - 1] = linear->out_features;
+  __int128 num_elements = 1;
+  for (int64_t dim = 0; dim < rows.dim(); ++dim) num_elements *= sizes[dim];
+  CHECK(num_elements < kMaxPlace, "a program asks for too much memory");
+  Tensor to(memory.take(int64_t(num_elements), rows.scalar_type()), Sizes(sizes, rows.dim()));
+  values.at(output) = to.memory();
   apply_to(*linear, rows, to);
 }
 
-Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const FindLinear& find_linear) {
+Program::Program(Reader& reader, const std::vector<Tensor>& constants, const FindLinear& find_linear) {
   const int64_t num_values = reader.code();
-  TORCH_CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
+  CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
   values_.resize(num_values);
   size_t next = 0;
   reader.list([&] {
-    const at::Tensor& constant = constants.at(next++);
-    TORCH_CHECK(constant.defined() && constant.device().is_cpu(), "a constant of a program must lie on the CPU");
-    return values_.at(reader.code()) = constant;
+    const Tensor& constant = constants.at(next++);
+    CHECK(constant.defined() && constant.memory().is_on_cpu(), "a constant of a program must lie on the CPU");
+    return values_.at(reader.code()) = constant.memory();
   });
   items_ = reader.list([&] {
     const auto read_work = [&]() -> decltype(Item::work) {
@@ -227,7 +205,7 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const
           return LinearCall{std::move(linear), std::move(input), reader.code()};
         }
       }
-      TORCH_CHECK(false, "a program has work of no known kind");
+      fail("a program has work of no known kind");
     };
     auto work = read_work();
     return Item{std::move(work), reader.list([&] { return reader.code(); })};
@@ -244,13 +222,13 @@ Program::Program(Reader& reader, const std::vector<at::Tensor>& constants, const
       is_reused_.at(value) = true;
 }
 
-ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
-                       const at::Tensor& logit_rows)
+ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const Tensor& input_ids, const Tensor& positions,
+                       const Tensor& logit_rows)
     : program_(std::move(program)), values_(program_->values_) {
-  const at::Tensor* inputs[kNumInputs] = {&input_ids, &positions, &logit_rows};
+  const Tensor* inputs[kNumInputs] = {&input_ids, &positions, &logit_rows};
   for (int64_t i = 0; i < kNumInputs; ++i) {
-    check_whole(*inputs[i], "a program's input", 1, at::kLong);
-    values_.at(i) = *inputs[i];
+    check_whole(*inputs[i], "a program's input", 1, kLong);
+    values_.at(i) = inputs[i]->memory();
   }
   step_ = {input_ids.size(0), logit_rows.size(0)};
   check_size(positions, "positions", 0, step_.tokens);
@@ -280,7 +258,7 @@ bool ProgramRun::advance(int64_t num_items) {
       for (const size_t end = next_ + count; next_ < end; ++next_) run(items[next_]);
     };
     if (step_.tokens <= kMaxTokensReadingAhead && first.next_linear) {
-      const at::Tensor& weights = first.next_linear->panels;
+      const Tensor& weights = first.next_linear->panels;
       run_reading_ahead(static_cast<const char*>(weights.const_data_ptr()), int64_t(weights.nbytes()), run_items);
     } else {
       run_items();
@@ -299,10 +277,15 @@ int64_t ProgramRun::num_small_items(int64_t most) const {
   return count;
 }
 
-std::vector<at::Tensor> ProgramRun::outputs() const {
-  TORCH_CHECK(next_ == program_->items_.size(), "a program has not run to its end");
-  std::vector<at::Tensor> outputs;
-  for (const ValueView& view : program_->outputs_) outputs.push_back(view.of(values_, step_));
+std::vector<Tensor> ProgramRun::outputs() const {
+  CHECK(next_ == program_->items_.size(), "a program has not run to its end");
+  std::vector<Tensor> outputs;
+  for (const ValueView& view : program_->outputs_) {
+    InflightTensor own;
+    const InflightTensor raw = view.of(values_, step_).raw();
+    check_done(torch->view(&raw, &own));
+    outputs.emplace_back(Memory::taken(own.memory), own);
+  }
   return outputs;
 }
 

@@ -1,9 +1,6 @@
 // A recorded forward pass: a list of operators and row kernels that runs without Python.
 #pragma once
 
-#include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -20,33 +17,44 @@ namespace inflight {
 struct ValueView {
   int64_t value;
   bool is_opaque;  // a tensor of oneDNN's, which is the value itself
-  at::ScalarType dtype;
+  ScalarType dtype;
   std::vector<Size> sizes, strides;
   Size offset;
 
-  at::Tensor of(const std::vector<at::Tensor>& values, const StepSize& step) const;
+  Tensor of(const std::vector<Memory>& values, const StepSize& step) const;
+};
+
+// An argument of an operator: what differs from step to step, and how it is written down.
+struct OperatorArgument {
+  InflightKind kind;
+  double number = 0;
+  int64_t integer = 0;      // or a flag
+  std::vector<Size> sizes;  // one of an integer that may differ from step to step
+  std::vector<std::optional<ValueView>> views;
+  std::vector<double> numbers;
+  std::string word;
+
+  explicit OperatorArgument(Reader& reader);
+  // What is known of it before any step. It points into this.
+  InflightArgument known() const;
 };
 
 // Calls one operator of torch's, or of ours.
 class OperatorCall {
  public:
   explicit OperatorCall(Reader& reader);
-  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory&) const;
+  void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory&) const;
   std::vector<int64_t> made() const { return {}; }  // in reused memory: torch takes its own
 
  private:
-  struct ViewList {
-    std::vector<std::optional<ValueView>> views;
-    bool are_optional;  // as the operator declares them
+  struct Delete {
+    void operator()(void* made) const { torch->delete_operator(made); }
   };
-  using Argument = std::variant<c10::IValue, Size, ValueView, std::vector<Size>, ViewList>;
+  bool is_dealt_out(const std::vector<InflightValue>& arguments) const;
+  std::vector<Memory> deal_out(std::vector<InflightValue> arguments) const;
 
-  Argument read_argument(Reader& reader, const c10::TypePtr& type) const;
-  static void check_enumerator(c10::TypePtr type, const Argument& argument);
-  c10::IValue value_of(const Argument& argument, const std::vector<at::Tensor>& values, const StepSize& step) const;
-
-  c10::OperatorHandle operator_;
-  std::vector<Argument> arguments_;
+  std::vector<OperatorArgument> arguments_;
+  std::unique_ptr<void, Delete> operator_;
   bool is_torchs_, is_layer_norm_;
   std::vector<int64_t> outputs_;  // values
 };
@@ -57,7 +65,7 @@ struct LinearCall {
   ValueView input;
   int64_t output;  // a value
 
-  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const;
+  void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const;
   std::vector<int64_t> made() const { return {output}; }  // values in reused memory
 };
 
@@ -66,7 +74,7 @@ using FindLinear = std::function<std::shared_ptr<const Linear>(int64_t)>;
 
 class Program {
  public:
-  Program(Reader& reader, const std::vector<at::Tensor>& constants, const FindLinear& find_linear);
+  Program(Reader& reader, const std::vector<Tensor>& constants, const FindLinear& find_linear);
 
  private:
   friend class ProgramRun;
@@ -76,7 +84,7 @@ class Program {
     const Linear* next_linear = nullptr;  // of a row kernel: the layer that comes after it
   };
 
-  std::vector<at::Tensor> values_;  // the constants, each in its place
+  std::vector<Memory> values_;  // the constants, each in its place
   std::vector<Item> items_;
   std::vector<ValueView> outputs_;
   std::vector<bool> is_reused_;  // of each value: whether it lies in memory that serves again
@@ -88,8 +96,8 @@ class Program {
 class ProgramRun {
  public:
   // Token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
-  ProgramRun(std::shared_ptr<const Program> program, const at::Tensor& input_ids, const at::Tensor& positions,
-             const at::Tensor& logit_rows);
+  ProgramRun(std::shared_ptr<const Program> program, const Tensor& input_ids, const Tensor& positions,
+             const Tensor& logit_rows);
   ~ProgramRun();
   ProgramRun(const ProgramRun&) = delete;
 
@@ -97,7 +105,7 @@ class ProgramRun {
   bool advance(int64_t num_items);
 
   // What the program gives, at the end.
-  std::vector<at::Tensor> outputs() const;
+  std::vector<Tensor> outputs() const;
 
  private:
   int64_t num_small_items(int64_t most) const;
@@ -106,7 +114,7 @@ class ProgramRun {
   std::shared_ptr<const Program> program_;
   StepSize step_;
   ReusedMemory memory_;
-  std::vector<at::Tensor> values_;
+  std::vector<Memory> values_;
   size_t next_ = 0;
 };
 

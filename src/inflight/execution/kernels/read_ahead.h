@@ -1,8 +1,6 @@
 // Reading memory ahead, while one thread does something small and the memory would be idle.
 #pragma once
 
-#include <ATen/Parallel.h>
-
 #include <algorithm>
 #include <atomic>
 
@@ -25,7 +23,7 @@ void run_reading_ahead(const char* memory, int64_t num_bytes, const Work& work) 
     const Ending ending{is_over};
     work();
   };
-  run_helped(at::get_num_threads(), run, [&](int64_t number) {
+  run_helped(thread_count(), run, [&](int64_t number) {
     const int64_t first = std::min(num_bytes, number * kReadAheadBytes);
     const int64_t end = std::min(num_bytes, first + kReadAheadBytes);
     for (int64_t at = first; at < end && !is_over.load(std::memory_order_relaxed); at += kReadAheadStep)

@@ -1,7 +1,7 @@
 // How a program comes from Python: as lists of numbers and words, read in order.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <string>
 #include <vector>
@@ -25,32 +25,36 @@ struct Size {
   int64_t place_at(const StepSize& step) const {
     __int128 place = fixed;
     place += __int128(per_token) * step.tokens + __int128(per_logit_row) * step.logit_rows;
-    TORCH_CHECK(place >= 0 && place < kMaxPlace, "a program asks for too much memory");
+    CHECK(place >= 0 && place < kMaxPlace, "a program asks for too much memory");
     return int64_t(place);
   }
 };
 
 // The dtype of a number. Refuses what no kernel of ours or of torch's for a CPU computes with.
-inline at::ScalarType as_dtype(int64_t number) {
-  const auto dtype = at::ScalarType(number);
-  TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(dtype), "there is no dtype ", number,
+inline ScalarType as_dtype(int64_t number) {
+  const auto dtype = ScalarType(number);
+  CHECK(number >= 0 && number <= int64_t(kBFloat16) && (number < 12 || number > 14), "there is no dtype ", number,
               " here");
   return dtype;
 }
 
 class Reader {
  public:
-  Reader(at::IntArrayRef codes, at::ArrayRef<double> numbers, const std::vector<std::string>& words)
+  Reader(Sizes codes, std::span<const double> numbers, const std::vector<std::string>& words)
       : codes_(codes), numbers_(numbers), words_(words) {}
 
   int64_t code() {
-    TORCH_CHECK(next_ < codes_.size(), "a program ends too early");
+    CHECK(next_ < codes_.size(), "a program ends too early");
     return codes_[next_++];
   }
-  double number() { return numbers_.at(code()); }
+  double number() {
+    const int64_t index = code();
+    CHECK(index >= 0 && index < int64_t(numbers_.size()), "a program has no number ", index);
+    return numbers_[index];
+  }
   const std::string& word() { return words_.at(code()); }
   bool flag() { return code() != 0; }
-  at::ScalarType dtype() { return as_dtype(code()); }
+  ScalarType dtype() { return as_dtype(code()); }
   Size size() {
     const int64_t fixed = code(), per_token = code();
     return {fixed, per_token, code()};
@@ -66,8 +70,8 @@ class Reader {
   std::vector<Size> sizes() { return list([&] { return size(); }); }
 
  private:
-  at::IntArrayRef codes_;
-  at::ArrayRef<double> numbers_;
+  Sizes codes_;
+  std::span<const double> numbers_;
   const std::vector<std::string>& words_;
   size_t next_ = 0;
 };

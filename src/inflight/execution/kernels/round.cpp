@@ -1,7 +1,6 @@
 #include "round.h"
 
 #include "parallel.h"
-#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <cmath>
@@ -20,7 +19,7 @@ constexpr float kLargest = 15, kMiddle = 8;  // of four bits
 
 // A group's scale (NaN if it is not finite), its minimum, and the numbers `[0, 15]` of its inputs, a multiple of 32.
 struct Group {
-  at::Half scale{}, minimum{};
+  float16 scale{}, minimum{};
   std::vector<float> numbers, tried;
 
   explicit Group(int64_t size) : numbers(size), tried(size) {}
@@ -50,11 +49,11 @@ struct Group {
     const float center = minima ? *low / 2 + *high / 2 : 0;
     const float reach = minima ? *high / 2 - *low / 2 : largest;
     float least = kInfinity;
-    minimum = at::Half(minima ? -center : 0.f);
+    minimum = float16(minima ? -center : 0.f);
     std::fill(numbers.begin(), numbers.end(), minima ? 0 : kMiddle);
     for (const float share : kShares) {
-      const at::Half step(minima ? 2 * reach * share / kLargest : -reach * share / kMiddle);
-      const at::Half below(minima ? reach * share - center : 0.f);
+      const float16 step(minima ? 2 * reach * share / kLargest : -reach * share / kMiddle);
+      const float16 below(minima ? reach * share - center : 0.f);
       if (float(step) == 0) {
         scale = step;
         return;
@@ -70,11 +69,11 @@ struct Group {
 };
 
 float float_from(float value) { return value; }
-float float_from(at::BFloat16 value) { return value; }
-float float_from(at::Half value) { return value; }
+float float_from(bfloat16 value) { return value; }
+float float_from(float16 value) { return value; }
 
 template <class Value>
-void round_rows(const Grouped& layout, const at::Tensor& weight, at::Tensor& panels, int64_t begin, int64_t end) {
+void round_rows(const Grouped& layout, const Tensor& weight, Tensor& panels, int64_t begin, int64_t end) {
   const int64_t in = weight.size(1), num_runs = layout.num_runs(in);
   std::vector<float> x(layout.coarse);
   Group group(layout.coarse);
@@ -100,22 +99,22 @@ void round_rows(const Grouped& layout, const at::Tensor& weight, at::Tensor& pan
 
 }  // namespace
 
-at::Tensor round_grouped(at::IntArrayRef words, const at::Tensor& weight) {
+Tensor round_grouped(Sizes words, const Tensor& weight) {
   const Grouped layout(words);
-  TORCH_CHECK(layout.bits == 4 && layout.fine == 0 && layout.code == Code::kWhole && layout.scale_bytes == 2 &&
+  CHECK(layout.bits == 4 && layout.fine == 0 && layout.code == Code::kWhole && layout.scale_bytes == 2 &&
                   layout.middle == (layout.minima ? 0 : int64_t(kMiddle)),
               "weights cannot be rounded to this layout");
   check_whole(weight, "the weight", 2, weight.scalar_type());
-  TORCH_CHECK(weight.numel() > 0, "a layer must have inputs and outputs");
+  CHECK(weight.numel() > 0, "a layer must have inputs and outputs");
   const int64_t out = weight.size(0);
-  at::Tensor panels =
-      at::zeros({(out + kPanelOutputs - 1) / kPanelOutputs, layout.num_runs(weight.size(1)) * layout.run_bytes()}, at::kByte);
+  Tensor panels =
+      zeros({(out + kPanelOutputs - 1) / kPanelOutputs, layout.num_runs(weight.size(1)) * layout.run_bytes()}, kByte);
   for_each_range(panels.size(0), 1, [&](int64_t begin, int64_t end) {
     const int64_t first = begin * kPanelOutputs, last = std::min(out, end * kPanelOutputs);
-    if (weight.scalar_type() == at::kFloat) round_rows<float>(layout, weight, panels, first, last);
-    else if (weight.scalar_type() == at::kBFloat16) round_rows<at::BFloat16>(layout, weight, panels, first, last);
-    else if (weight.scalar_type() == at::kHalf) round_rows<at::Half>(layout, weight, panels, first, last);
-    else TORCH_CHECK(false, "weights cannot be ", weight.scalar_type());
+    if (weight.scalar_type() == kFloat) round_rows<float>(layout, weight, panels, first, last);
+    else if (weight.scalar_type() == kBFloat16) round_rows<bfloat16>(layout, weight, panels, first, last);
+    else if (weight.scalar_type() == kHalf) round_rows<float16>(layout, weight, panels, first, last);
+    else CHECK(false, "weights cannot be ", weight.scalar_type());
   });
   return panels;
 }

@@ -10,6 +10,6 @@ namespace inflight {
 //
 // Of some scales for a group the one with the least squared error is taken. The first reaches the group's largest weight
 // (or, with minima, both ends of it); the others cut that off, and are finer for all else.
-at::Tensor round_grouped(at::IntArrayRef layout, const at::Tensor& weight);
+Tensor round_grouped(Sizes layout, const Tensor& weight);
 
 }  // namespace inflight

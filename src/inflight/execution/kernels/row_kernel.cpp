@@ -1,12 +1,10 @@
 #include "row_kernel.h"
 
-#include "parallel.h"
-#include <ATen/record_function.h>
-
 #include <array>
 #include <cmath>
 
 #include "convert.h"
+#include "parallel.h"
 
 namespace inflight {
 namespace {
@@ -14,7 +12,7 @@ namespace {
 constexpr int64_t kMinWork = 1 << 17;  // elements times instructions that are worth another thread
 constexpr int64_t kMaxLength = 1 << 20;  // of a row
 constexpr int64_t kMaxFloats = 1 << 24;  // in registers
-constexpr int kMaxDims = 6;
+constexpr int kMaxSpace = 6;
 
 // To the nearest bfloat16 as torch rounds, with denormal numbers.
 Floats rounded(Floats values) {
@@ -24,7 +22,7 @@ Floats rounded(Floats values) {
 }
 
 void store_row(const float* from, int64_t length, float* to) { std::copy_n(from, length, to); }
-void store_row(const float* from, int64_t length, at::BFloat16* to) {
+void store_row(const float* from, int64_t length, bfloat16* to) {
   int64_t i = 0;
   for (; i + kLanes <= length; i += kLanes) store(to + i, __builtin_convertvector(load<Bits>(from + i) >> 16, Halves));
   for (; i < length; ++i) {
@@ -139,7 +137,7 @@ class Registers {
       case Opcode::kLoad:
       case Opcode::kStore: break;
     }
-    TORCH_CHECK(false, "a row kernel has no instruction ", int64_t(at.code));
+    CHECK(false, "a row kernel has no instruction ", int64_t(at.code));
   }
 
  private:
@@ -164,39 +162,39 @@ Operand read_operand(Reader& reader) {
 // Where the rows of a load or a store begin in one step, and how many bytes apart they are in each dimension.
 struct PlacedRows {
   char* first = nullptr;
-  std::array<int64_t, kMaxDims> strides{};
+  std::array<int64_t, kMaxSpace> strides{};
 
-  char* at(const std::array<int64_t, kMaxDims>& place, int num_dims) const {
+  char* at(const std::array<int64_t, kMaxSpace>& place, int num_dims) const {
     char* row = first;
     for (int dim = 0; dim < num_dims; ++dim) row += place[dim] * strides[dim];
     return row;
   }
 };
 
-PlacedRows place(const RowInstruction& at, const at::Tensor& value, const std::array<int64_t, kMaxDims>& sizes,
+PlacedRows place(const RowInstruction& at, const Memory& value, const std::array<int64_t, kMaxSpace>& sizes,
                  const StepSize& step) {
   PlacedRows placed;
-  const int64_t offset = at.rows.offset.place_at(step), item_size = c10::elementSize(at.rows.dtype);
+  const int64_t offset = at.rows.offset.place_at(step), item_size = size_of(at.rows.dtype);
   __int128 end = offset + at.length;
   for (size_t dim = 0; dim < at.rows.strides.size(); ++dim) {
     const int64_t stride = at.rows.strides[dim].place_at(step);
     placed.strides[dim] = stride * item_size;
     end += __int128(stride) * (sizes[dim] - 1);
   }
-  TORCH_CHECK(value.defined() && value.scalar_type() == at.rows.dtype && end * item_size <= int64_t(value.storage().nbytes()),
+  CHECK(value.defined() && value.scalar_type() == at.rows.dtype && end * item_size <= value.num_bytes(),
               "a row kernel would leave its memory");
-  placed.first = static_cast<char*>(value.storage().mutable_data()) + offset * item_size;
+  placed.first = value.begin() + offset * item_size;
   return placed;
 }
 
 void load(const RowInstruction& at, const char* row, float* to) {
-  if (at.rows.dtype == at::kFloat) return load_row(reinterpret_cast<const float*>(row), at.length, to);
-  load_row(reinterpret_cast<const at::BFloat16*>(row), at.length, to);
+  if (at.rows.dtype == kFloat) return load_row(reinterpret_cast<const float*>(row), at.length, to);
+  load_row(reinterpret_cast<const bfloat16*>(row), at.length, to);
 }
 
 void store(const RowInstruction& at, const float* from, char* row) {
-  if (at.rows.dtype == at::kFloat) return store_row(from, at.length, reinterpret_cast<float*>(row));
-  store_row(from, at.length, reinterpret_cast<at::BFloat16*>(row));
+  if (at.rows.dtype == kFloat) return store_row(from, at.length, reinterpret_cast<float*>(row));
+  store_row(from, at.length, reinterpret_cast<bfloat16*>(row));
 }
 
 bool touches_memory(const RowInstruction& at) { return at.code == Opcode::kLoad || at.code == Opcode::kStore; }
@@ -205,18 +203,19 @@ bool touches_memory(const RowInstruction& at) { return at.code == Opcode::kLoad 
 
 RowKernel::RowKernel(Reader& reader)
     : space_(reader.sizes()), registers_(reader.list([&] { return reader.code(); })), num_floats_(reader.code()) {
-  TORCH_CHECK(space_.size() <= kMaxDims, "a row kernel has too many dimensions");
-  TORCH_CHECK(num_floats_ >= 0 && num_floats_ <= kMaxFloats, "a row kernel cannot have ", num_floats_, " floats");
+  CHECK(space_.size() <= kMaxSpace, "a row kernel has too many dimensions");
+  CHECK(num_floats_ >= 0 && num_floats_ <= kMaxFloats, "a row kernel cannot have ", num_floats_, " floats");
   constants_ = reader.list([&] {
     const int64_t index = reader.code();
     const int64_t first = registers_.at(index);
-    TORCH_CHECK(0 <= first && first < num_floats_, "a row kernel would leave its registers");
+    CHECK(0 <= first && first < num_floats_, "a row kernel would leave its registers");
     return Constant{index, float(reader.number())};
   });
   outputs_ = reader.list([&] {
     const int64_t value = reader.code();
-    const at::ScalarType dtype = reader.dtype();
-    TORCH_CHECK(dtype == at::kFloat || dtype == at::kBFloat16, "rows must be float32 or bfloat16");
+    const ScalarType dtype = reader.dtype();
+    made_.push_back(value);
+    CHECK(dtype == kFloat || dtype == kBFloat16, "rows must be float32 or bfloat16");
     return Output{value, dtype, reader.size()};
   });
   instructions_ = reader.list([&] {
@@ -246,14 +245,14 @@ RowKernel::RowKernel(Reader& reader)
 
 // Refuses what would leave the registers. Instructions work on whole vectors.
 void RowKernel::check(const RowInstruction& at) const {
-  TORCH_CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0 &&
+  CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0 &&
                   at.length <= kMaxLength,
               "a row kernel has no such instruction");
-  TORCH_CHECK(at.code != Opcode::kActivate || at.activation, "a row kernel has no such activation");
+  CHECK(at.code != Opcode::kActivate || at.activation, "a row kernel has no such activation");
   const bool is_binary = at.code >= Opcode::kAdd && at.code <= Opcode::kDivide;
   const auto check_operand = [&](const Operand& operand, bool is_single) {
     const int64_t first = registers_.at(operand.index), length = is_single ? 1 : round_up(at.length, kLanes);
-    TORCH_CHECK(0 <= first && first <= num_floats_ && 0 <= operand.offset && operand.offset <= num_floats_ &&
+    CHECK(0 <= first && first <= num_floats_ && 0 <= operand.offset && operand.offset <= num_floats_ &&
                     first + operand.offset + length <= num_floats_,
                 "a row kernel would leave its registers");
   };
@@ -261,26 +260,20 @@ void RowKernel::check(const RowInstruction& at) const {
   if (at.code != Opcode::kLoad) check_operand(at.a, is_binary && at.a.is_single);
   if (is_binary) check_operand(at.b, at.b.is_single);
   if (!touches_memory(at)) return;
-  TORCH_CHECK(at.rows.dtype == at::kFloat || at.rows.dtype == at::kBFloat16, "rows must be float32 or bfloat16");
-  TORCH_CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
+  CHECK(at.rows.dtype == kFloat || at.rows.dtype == kBFloat16, "rows must be float32 or bfloat16");
+  CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
 }
 
-std::vector<int64_t> RowKernel::made() const {
-  std::vector<int64_t> values;
-  for (const Output& output : outputs_) values.push_back(output.value);
-  return values;
-}
-
-void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const {
-  RECORD_FUNCTION("inflight::row_kernel", c10::ArrayRef<const c10::IValue>{});
+void RowKernel::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const {
+  const Range range("inflight::row_kernel");
   for (const Output& output : outputs_)
-    values.at(output.value) = memory.empty({output.length.place_at(step)}, output.dtype);
+    values.at(output.value) = memory.take(output.length.place_at(step), output.dtype);
   const int num_dims = int(space_.size());
-  std::array<int64_t, kMaxDims> sizes{};
+  std::array<int64_t, kMaxSpace> sizes{};
   int64_t num_rows = 1;
   for (int dim = 0; dim < num_dims; ++dim) {
     sizes[dim] = space_[dim].place_at(step);
-    TORCH_CHECK(num_rows * __int128(sizes[dim]) < kMaxPlace, "a row kernel has too many rows");
+    CHECK(num_rows * __int128(sizes[dim]) < kMaxPlace, "a row kernel has too many rows");
     num_rows *= sizes[dim];
   }
   if (num_rows == 0) return;
@@ -293,7 +286,7 @@ void RowKernel::run(std::vector<at::Tensor>& values, const StepSize& step, Reuse
     Registers registers(registers_, num_floats_);
     for (const Constant& constant : constants_) *registers[{constant.index, 0, true}] = constant.number;
     for (int64_t row = begin; row < end; ++row) {
-      std::array<int64_t, kMaxDims> place{};
+      std::array<int64_t, kMaxSpace> place{};
       for (int64_t dim = num_dims - 1, rest = row; dim >= 0; rest /= sizes[dim--]) place[dim] = rest % sizes[dim];
       for (size_t i = 0; i < instructions_.size(); ++i) {
         const RowInstruction& at = instructions_[i];

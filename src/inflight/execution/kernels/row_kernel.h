@@ -2,7 +2,7 @@
 // cache of a core. Every instruction rounds as torch's operator does, so the bits are torch's.
 #pragma once
 
-#include <ATen/core/Tensor.h>
+#include "tensor.h"
 
 #include <vector>
 
@@ -21,7 +21,7 @@ struct Operand {
 // Rows in memory: where the row of each place in the kernel's space begins.
 struct Rows {
   int64_t value;
-  at::ScalarType dtype;  // float32 or bfloat16
+  ScalarType dtype;  // float32 or bfloat16
   Size offset;
   std::vector<Size> strides;  // one for each dimension of the space
 };
@@ -43,13 +43,13 @@ class RowKernel {
   explicit RowKernel(Reader& reader);
 
   // Reads some of the program's `values`, and sets those that the kernel makes.
-  void run(std::vector<at::Tensor>& values, const StepSize& step, ReusedMemory& memory) const;
-  std::vector<int64_t> made() const;  // values in reused memory
+  void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const;
+  const std::vector<int64_t>& made() const { return made_; }  // values in reused memory
 
  private:
   struct Output {
     int64_t value;
-    at::ScalarType dtype;
+    ScalarType dtype;
     Size length;
   };
   struct Constant {
@@ -64,6 +64,7 @@ class RowKernel {
   int64_t num_floats_;  // in all registers
   std::vector<Constant> constants_;
   std::vector<Output> outputs_;
+  std::vector<int64_t> made_;
   std::vector<RowInstruction> instructions_;
   int64_t work_ = 0;  // elements of all instructions of a row
 };

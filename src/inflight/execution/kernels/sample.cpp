@@ -1,7 +1,6 @@
 #include "sample.h"
 
 #include "parallel.h"
-#include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <cmath>
@@ -165,7 +164,7 @@ int64_t sample_row(const Input* logits, int64_t size, const Parameters& p, Row& 
 }
 
 template <class Input>
-void sample_rows(const at::Tensor& logits, const std::vector<Parameters>& parameters, int64_t* tokens) {
+void sample_rows(const Tensor& logits, const std::vector<Parameters>& parameters, int64_t* tokens) {
   for_each_range(logits.size(0), 1, [&](int64_t begin, int64_t end) {
     thread_local Row scratch;
     for (int64_t row = begin; row < end; ++row)
@@ -176,30 +175,30 @@ void sample_rows(const at::Tensor& logits, const std::vector<Parameters>& parame
 
 }  // namespace
 
-at::Tensor sample(const at::Tensor& logits, const at::Tensor& temperature, const at::Tensor& top_k,
-                  const at::Tensor& top_p, const at::Tensor& min_p, const at::Tensor& uniform) {
+Tensor sample(const Tensor& logits, const Tensor& temperature, const Tensor& top_k,
+                  const Tensor& top_p, const Tensor& min_p, const Tensor& uniform) {
   check_rows(logits, "logits");
-  const auto check_parameter = [&](const at::Tensor& parameter, const char* name, at::ScalarType dtype) {
+  const auto check_parameter = [&](const Tensor& parameter, const char* name, ScalarType dtype) {
     check_whole(parameter, name, 1, dtype);
     check_size(parameter, name, 0, logits.size(0));
   };
-  check_parameter(temperature, "temperature", at::kFloat);
-  check_parameter(top_k, "top_k", at::kLong);
-  check_parameter(top_p, "top_p", at::kFloat);
-  check_parameter(min_p, "min_p", at::kFloat);
-  check_parameter(uniform, "uniform", at::kFloat);
-  const at::Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
+  check_parameter(temperature, "temperature", kFloat);
+  check_parameter(top_k, "top_k", kLong);
+  check_parameter(top_p, "top_p", kFloat);
+  check_parameter(min_p, "min_p", kFloat);
+  check_parameter(uniform, "uniform", kFloat);
+  const Tensor rows = logits.stride(-1) == 1 ? logits : logits.contiguous();
   std::vector<Parameters> parameters;
   for (int64_t row = 0; row < rows.size(0); ++row)
     parameters.push_back({temperature.const_data_ptr<float>()[row], top_k.const_data_ptr<int64_t>()[row],
                           top_p.const_data_ptr<float>()[row], min_p.const_data_ptr<float>()[row],
                           uniform.const_data_ptr<float>()[row]});
-  at::Tensor tokens = at::empty({rows.size(0)}, rows.options().dtype(at::kLong));
-  if (rows.scalar_type() == at::kFloat) {
+  Tensor tokens = empty({rows.size(0)}, kLong);
+  if (rows.scalar_type() == kFloat) {
     sample_rows<float>(rows, parameters, tokens.data_ptr<int64_t>());
   } else {
-    TORCH_CHECK(rows.scalar_type() == at::kBFloat16, "logits must be float32 or bfloat16");
-    sample_rows<at::BFloat16>(rows, parameters, tokens.data_ptr<int64_t>());
+    CHECK(rows.scalar_type() == kBFloat16, "logits must be float32 or bfloat16");
+    sample_rows<bfloat16>(rows, parameters, tokens.data_ptr<int64_t>());
   }
   return tokens;
 }

@@ -1,8 +1,6 @@
 #include "threads.h"
 
-#include <ATen/Parallel.h>
 #include <linux/futex.h>
-#include <omp.h>
 #include <pthread.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -21,7 +19,7 @@ namespace inflight {
 namespace {
 
 using Clock = std::chrono::steady_clock;
-using Items = c10::function_ref<void(int64_t)>;
+using Items = FunctionRef<void(int64_t)>;
 
 // For so long a thread looks for what it waits for, and then it sleeps. To wake it takes some 50 µs on a virtual machine.
 // Between two steps of a small model there is a millisecond.
@@ -59,7 +57,7 @@ class Pool {
  public:
   // Returns false if another caller has the threads. `own`: what this thread does instead of items; those that nobody has
   // begun when it ends are dropped.
-  bool run(int64_t num_items, int64_t num_threads, Items work, const c10::function_ref<void()>* own = nullptr) {
+  bool run(int64_t num_items, int64_t num_threads, Items work, const FunctionRef<void()>* own = nullptr) {
     const std::unique_lock lock(user_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
     resize(num_threads - 1);
@@ -114,8 +112,7 @@ class Pool {
 
   void serve(size_t number) {
     pthread_setname_np(pthread_self(), "inflight");
-    at::get_num_threads();   // torch sets its number when a thread first asks, and that must not come later
-    omp_set_num_threads(1);  // for what torch's operators do within an item
+    torch->begin_thread();
     for (uint32_t job; job = num_jobs_.load(), number < num_wanted_.load();) {
       help();
       if (look_for(kLookingForWork, [&] { return num_jobs_.load() != job; })) continue;
@@ -159,9 +156,28 @@ Pool& pool() {
 
 thread_local bool own_threads_are_used = false;
 
+// Calls function(begin, end) for ranges that together are [0, size), on torch's threads.
+void run_ranges(int64_t size, FunctionRef<void(int64_t, int64_t)> function) {
+  struct Job {
+    FunctionRef<void(int64_t, int64_t)> function;
+    std::mutex mutex;
+    std::exception_ptr error;
+  } job{function, {}, {}};
+  torch->parallel_for(size, [](void* data, int64_t begin, int64_t end) {
+    Job& job = *static_cast<Job*>(data);
+    try {
+      job.function(begin, end);
+    } catch (...) {
+      const std::lock_guard lock(job.mutex);
+      if (!job.error) job.error = std::current_exception();
+    }
+  }, &job);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
 void run_on_torch(int64_t num_items, int64_t num_threads, Items work) {
   std::atomic<int64_t> next{0};
-  at::parallel_for(0, std::min(num_threads, num_items), 1, [&](int64_t begin, int64_t end) {
+  run_ranges(std::min(num_threads, num_items), [&](int64_t begin, int64_t end) {
     for (int64_t thread = begin; thread < end; ++thread)
       for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) work(item);
   });
@@ -180,10 +196,10 @@ void run_items(int64_t num_items, int64_t num_threads, Items work) {
   for (int64_t item = 0; item < num_items; ++item) work(item);
 }
 
-void run_helped(int64_t num_threads, c10::function_ref<void()> work, Items help) {
+void run_helped(int64_t num_threads, FunctionRef<void()> work, Items help) {
   const bool is_shared = num_threads > 1 && !Pool::is_inside();
   if (is_shared && !own_threads_are_used)
-    return at::parallel_for(0, num_threads, 1, [&](int64_t begin, int64_t) { begin == 0 ? work() : help(begin - 1); });
+    return run_ranges(num_threads, [&](int64_t begin, int64_t) { begin == 0 ? work() : help(begin - 1); });
   if (is_shared && pool().run(num_threads - 1, num_threads, help, &work)) return;
   work();
 }

@@ -6,11 +6,33 @@
 // other wants. So ours serve steps in which torch's have nothing to do.
 #pragma once
 
-#include <c10/util/FunctionRef.h>
-
 #include <cstdint>
+#include <utility>
+
+#include "tensor.h"
 
 namespace inflight {
+
+// A function of a caller's, which outlives the call that it is given to.
+template <class Signature>
+class FunctionRef;
+
+template <class... Arguments>
+class FunctionRef<void(Arguments...)> {
+ public:
+  template <class Function>
+  FunctionRef(const Function& function)  // NOLINT: as std::function
+      : function_(&function),
+        call_([](const void* own, Arguments... arguments) { (*static_cast<const Function*>(own))(arguments...); }) {}
+  void operator()(Arguments... arguments) const { call_(function_, arguments...); }
+
+ private:
+  const void* function_;
+  void (*call_)(const void*, Arguments...);
+};
+
+// Of torch's and of ours, as torch was told.
+inline int64_t thread_count() { return torch->num_threads(); }
 
 // For whoever looks again and again: leaves the core's other thread more of it meanwhile.
 inline void rest() {
@@ -21,6 +43,19 @@ inline void rest() {
 #endif
 }
 
+// While there is one, torch's profiler sees an event of this name. (A literal: nobody copies it.)
+class Range {
+ public:
+  explicit Range(const char* name) : range_(torch->begin_range(name)) {}
+  ~Range() {
+    if (range_) torch->end_range(range_);
+  }
+  Range(const Range&) = delete;
+
+ private:
+  void* range_;
+};
+
 // Whether what this thread calls from now on runs on our threads instead of torch's.
 void use_own_threads(bool are_used);
 bool uses_own_threads();
@@ -28,9 +63,9 @@ bool uses_own_threads();
 // Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whoever is free; these are kept
 // until a call names another number. Runs all items here if that would be work within work, or if another caller has the
 // other threads. Throws the first exception of an item, when all have ended.
-void run_items(int64_t num_items, int64_t num_threads, c10::function_ref<void(int64_t)> work);
+void run_items(int64_t num_items, int64_t num_threads, FunctionRef<void(int64_t)> work);
 
 // Calls `work()` here, and meanwhile `help(number)`, on threads that are free, with numbers from 0 to `num_threads - 2`.
-void run_helped(int64_t num_threads, c10::function_ref<void()> work, c10::function_ref<void(int64_t)> help);
+void run_helped(int64_t num_threads, FunctionRef<void()> work, FunctionRef<void(int64_t)> help);
 
 }  // namespace inflight

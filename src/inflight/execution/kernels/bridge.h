@@ -1,0 +1,105 @@
+// What the kernels and the bridge to torch (torch_bridge.cpp) know of each other. It is plain C: the kernels are built for
+// a CPU and the bridge for a version of torch, maybe by different compilers.
+//
+// Functions that may fail return a message, or null. It stays valid until the same thread's next call.
+#pragma once
+
+#include <stdint.h>
+
+extern "C" {
+
+enum { kInflightMaxDims = 16 };
+
+// Of memory.
+enum {
+  kInflightIsDense = 1,   // strided, on the CPU; the memory of others has no address
+  kInflightIsLazy = 2,    // a view that is conjugated or negated when it is read
+  kInflightIsReused = 4,  // the kernels' own: no tensor of torch's has its dtype
+  kInflightIsOnCpu = 8,
+  kInflightIsWhole = 16,  // an operator of torch's gets the tensor that has it, not a view
+};
+
+struct InflightMemory {
+  void* owner;  // a reference to torch's tensor that has it; null: there is none
+  char* begin;
+  int64_t num_bytes;
+  int32_t dtype, item_size;  // torch's number of it
+  int32_t flags, padding;
+};
+
+struct InflightTensor {
+  struct InflightMemory memory;
+  char* data;  // of the first element
+  int64_t num_dims;
+  int64_t sizes[kInflightMaxDims], strides[kInflightMaxDims];  // in elements
+};
+
+// An argument or a result, according to its type: an int, a bool or a dtype; a float; or a pointer to a tensor (null: none),
+// to the characters of a str, or to what a list has: int64_t, double, `InflightTensor`, or `InflightValue` of a str. Results
+// have `InflightTensor` whose references are the caller's from then on; they stay there until the thread's next call.
+struct InflightValue {
+  int64_t integer;  // of lists and str the length
+  double number;
+  const void* items;
+};
+
+// An operator of ours. `schema` is torch's notation.
+struct InflightOperator {
+  const char* schema;
+  int32_t is_for_cpu;  // it runs for tensors on the CPU; else for any arguments
+  void (*run)(const struct InflightValue* arguments, struct InflightValue* result);
+};
+
+// How an argument of an operator in a program is written down.
+enum InflightKind : int64_t {
+  kInflightNone, kInflightInteger, kInflightNumber, kInflightFlag, kInflightTensor, kInflightIntegers, kInflightTensors,
+  kInflightNumberAsTensor, kInflightIntegerAsTensor, kInflightWord, kInflightDevice, kInflightNumbers
+};
+
+struct InflightArgument {
+  int64_t kind;
+  int64_t is_fixed;            // whether `value` is the same in every step, though it is an integer
+  struct InflightValue value;  // unless it differs from step to step
+};
+
+// How an operator of torch's is called.
+enum {
+  kInflightAlone = 1,    // without torch's threads
+  kInflightInferring = 2,  // on a thread that is not in inference mode itself
+};
+
+// What torch does for the kernels.
+struct InflightTorch {
+  void (*retain)(void* owner);
+  void (*release)(void* owner);
+  int32_t (*is_shared)(void* owner);  // whether there are other references to it, or to its memory
+  const char* (*empty)(const int64_t* sizes, int64_t num_dims, int32_t dtype, struct InflightTensor* tensor);
+  const char* (*view)(const struct InflightTensor* tensor, struct InflightTensor* view);  // with an owner of its own
+
+  int64_t (*num_threads)();
+  void (*begin_thread)();  // on a thread of the kernels', before anything else
+  // Calls `work(data, begin, end)` for ranges that together are [0, size), on torch's threads.
+  void (*parallel_for)(int64_t size, void (*work)(void* data, int64_t begin, int64_t end), void* data);
+
+  void* (*begin_range)(const char* name);  // for torch's profiler; null: nobody listens
+  void (*end_range)(void* range);
+
+  const char* (*new_operator)(const char* name, const char* overload, const struct InflightArgument* arguments,
+                              int64_t num_arguments, void** made);
+  void (*delete_operator)(void* made);
+  // `values` has each argument that differs from step to step; tensors without an owner are None. The result is a list of
+  // tensors.
+  const char* (*call_operator)(void* made, const struct InflightValue* values, int32_t how, struct InflightValue* result);
+};
+
+// What a library of kernels gives.
+struct InflightKernels {
+  const struct InflightOperator* operators;
+  int64_t num_operators;
+  const char* (*run)(const struct InflightOperator* operator_, const struct InflightValue* arguments,
+                     struct InflightValue* result);
+};
+
+// Of a library of kernels, under the name `inflight_kernels`.
+typedef const struct InflightKernels* InflightConnect(const struct InflightTorch* torch);
+}

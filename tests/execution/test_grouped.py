@@ -15,8 +15,9 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
+from inflight.execution.grouped import gguf_blocks
 from inflight.execution.grouped import weight as weights
-from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
+from inflight.execution.grouped.gguf_blocks import packed_blocks
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
 from inflight.execution.kernels import has_panels
@@ -92,14 +93,26 @@ def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight
 # ------------------------------------------------------------------------------------------- what they stand for
 
 
-@pytest.mark.parametrize("kind", BLOCK_TYPES)
+@pytest.mark.parametrize("kind", gguf_blocks.LAYOUTS)
 def test_a_type_of_gguf_is_taken_apart_without_loss(kind: str) -> None:
     blocks = random_blocks(kind, 70, 1280)
     expected = torch.from_numpy(gguf.dequantize(blocks.flatten(1).numpy(), gguf.GGMLQuantizationType[kind]).copy())
-    groups = BLOCK_TYPES[kind](blocks)
-    assert torch.equal(groups.values(), expected)
-    assert torch.equal(grouped(groups).values(), expected)
-    assert torch.equal(grouped(groups, torch.bfloat16).values(), expected.bfloat16())
+    rows = torch.randperm(70)
+    halves = blocks[:30], blocks[30:].clone()
+    layout, matrix = packed_blocks(kind, halves, torch.stack([(rows + 1) * (rows < 30), (rows - 29).clamp(0)]))
+    for dtype in (torch.float32, torch.bfloat16):
+        weight = GroupedWeight(kind, layout, [matrix], expected.shape, dtype)
+        assert torch.equal(weight.values(), expected[rows].to(dtype))
+
+
+def test_scales_that_are_not_finite_are_refused() -> None:
+    rows = torch.arange(1, 34)[None]
+    for kind, place in (("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 209), ("MXFP4", 0)):
+        blocks = random_blocks(kind, 33, 1280)
+        packed_blocks(kind, [blocks], rows)
+        blocks[32, -1, place] = 255
+        with pytest.raises(RuntimeError, match="some scales are not finite"):
+            packed_blocks(kind, [blocks], rows)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

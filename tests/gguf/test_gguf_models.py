@@ -17,7 +17,6 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.grouped.weight import GroupedWeight, as_values
-from inflight.execution.hf import gguf_model
 from inflight.execution.hf.load import load_model
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.execution import this_cpu
@@ -75,8 +74,7 @@ def read_by_transformers(name: str, path: Path) -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gguf_model, "WEIGHTS_AT_ONCE", 2**14)  # so that a weight is taken apart in pieces
+def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, MODELS[name], of_kinds(*MIXED))
     own = load_model(path, EngineConfig(dtype="float32"))

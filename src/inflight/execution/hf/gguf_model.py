@@ -6,7 +6,7 @@ move whole tensors of floats; here it moves the numbers of their rows instead, a
 
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,17 +15,16 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.grouped.gguf_blocks import BLOCK_TYPES
-from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups, PackedMatrix
+from inflight.execution.grouped.gguf_blocks import LAYOUTS, packed_blocks
+from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
+from inflight.execution.hf.source import first_line
 from inflight.execution.hf.state import model_of_state
-from inflight.execution.kernels import PANEL_OUTPUTS, kernels_available
+from inflight.execution.kernels import kernels_available
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_SIZES = {name: (elements, num_bytes) for name, elements, num_bytes in BLOCKS.values()}
-WEIGHTS_AT_ONCE = 2**20
-"""How many weights are taken apart at a time."""
 ROPE_FACTORS = "rope_freqs.weight"
 """What the frequencies of rotary embedding are divided by (Llama 3.1 and later)."""
 
@@ -159,9 +158,8 @@ class _Loader:
         rows = torch.stack([(order.mT if is_transposed else order)[..., 0] for order in orders])  # [tensors, …, out]
         matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
         kinds, first = {entry.kind for entry in entries}, entries[0]
-        take = BLOCK_TYPES.get(first.kind) if len(kinds) == 1 and kernels_available() else None
-        if take and first.shape[-1] % CHUNK == 0:
-            packed = [self._packed(take, entries, each) for each in matrices]
+        if len(kinds) == 1 and first.kind in LAYOUTS and first.shape[-1] % CHUNK == 0 and kernels_available():
+            packed = [self._packed(entries, each) for each in matrices]
             sizes = (rows.shape[-1], first.shape[-1])
             weight: torch.Tensor = GroupedWeight(
                 *(first.kind, packed[0][0], [panels for _, panels in packed]),
@@ -175,38 +173,20 @@ class _Loader:
             let_go_of_file_pages(self._bytes(entry))
         return weight.mT if is_transposed else weight
 
-    def _packed(
-        self, take: Callable[[torch.Tensor], Groups], entries: Sequence[TensorEntry], rows: torch.Tensor
-    ) -> tuple[GroupedLayout, PackedMatrix]:
-        """A matrix in panels, and how they lie, from blocks; `rows` as for `_blocks`. Some rows are taken at a time, so
-        that what lies between blocks and panels is memory that serves again: new pages cost more than all the rest."""
-        num_rows, num_inputs = rows.shape[1], entries[0].shape[-1]
-        step = max(1, WEIGHTS_AT_ONCE // (PANEL_OUTPUTS * num_inputs)) * PANEL_OUTPUTS
-        panels = torch.empty(0)
-        for first in range(0, num_rows, step):
-            groups = take(self._blocks(entries, rows[:, first : first + step]))
-            if not groups.is_finite:
-                raise ModelError(f"the weight {entries[0].name!r} has scales that are not finite: is the file intact?")
-            piece = groups.packed().panels
-            if first == 0:
-                panels = piece.new_empty(-(-num_rows // PANEL_OUTPUTS), piece.shape[1])
-            panels[first // PANEL_OUTPUTS :][: len(piece)] = piece
-        return groups.layout, PackedMatrix(panels)
-
-    def _blocks(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
-        """The blocks `[out, in / block, bytes]` of a matrix, from tensors of one type; `rows` `[tensors, out]` has the
-        numbers of its rows in each tensor, from 1 on, or 0."""
+    def _packed(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
+        """A matrix in panels, and how they lie; `rows` `[tensors, out]` has the numbers of its rows in each tensor,
+        from 1 on, or 0."""
         blocks = [self._bytes(each).view(-1, *_block_shape(each)) for each in entries]
-        first = int(rows[0, 0])
-        if len(entries) == 1 and torch.equal(rows[0], torch.arange(first, first + rows.shape[1])):
-            return blocks[0][first - 1 : first - 1 + rows.shape[1]]
-        gathered = blocks[0].new_empty(rows.shape[1], *blocks[0].shape[1:])
-        for each, numbers in zip(blocks, rows, strict=True):
-            gathered[numbers > 0] = each[numbers[numbers > 0] - 1]
-        return gathered
+        try:
+            return packed_blocks(entries[0].kind, blocks, rows.contiguous())
+        except RuntimeError as error:
+            name = entries[0].name
+            raise ModelError(
+                f"the weight {name!r} cannot be read ({first_line(error)}): is the file intact?"
+            ) from error
 
     def _values(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
-        """The values `[out, in]` float32 of a matrix; `rows` as for `_blocks`."""
+        """The values `[out, in]` float32 of a matrix; `rows` as for `_packed`."""
         values = torch.empty(rows.shape[1], entries[0].shape[-1])
         for entry, numbers in zip(entries, rows, strict=True):
             blocks = self._bytes(entry).view(-1, *_block_shape(entry))

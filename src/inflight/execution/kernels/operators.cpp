@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
+#include "gguf_blocks.h"
 #include "greedy.h"
 #include "grouped.h"
 #include "grouped_linear.h"
@@ -294,6 +295,7 @@ const InflightOperator operators[] = {
     {"pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
      "Tensor? fine_minima) -> Tensor",
      0, run<inflight::pack_grouped>},
+    {"pack_blocks(str kind, int[] layout, Tensor[] blocks, Tensor rows) -> Tensor", 0, run<inflight::pack_blocks>},
     {"round_grouped(int[] layout, Tensor weight) -> Tensor", 0, run<inflight::round_grouped>},
     {"grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
      "ScalarType dtype) -> Tensor",

@@ -14,6 +14,7 @@ from inflight.cli.demo import demo
 from inflight.cli.generate import generate
 from inflight.cli.help import Group
 from inflight.cli.info import info
+from inflight.cli.prepare import prepare
 from inflight.cli.profile import profile
 from inflight.cli.quantize import quantize
 from inflight.cli.race import race
@@ -25,7 +26,7 @@ from inflight.cli.trace import trace
 from inflight.garbage_collection import end_without_garbage_collection
 
 HEADINGS = {
-    "Run a model": ("generate", "batch", "chat", "serve", "rank", "info", "quantize", "cache"),
+    "Run a model": ("generate", "batch", "chat", "serve", "rank", "info", "prepare", "quantize", "cache"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -52,6 +53,7 @@ COMMANDS = (
     rank,
     chat,
     info,
+    prepare,
     quantize,
     cache,
     demo,

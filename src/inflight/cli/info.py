@@ -35,14 +35,15 @@ KERNELS = {"native": "built for this CPU", None: "torch's only"}
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--load", "loads", is_flag=True, help="Load a GGUF file, too, instead of reading only its header.")
+@click.option("--verify", is_flag=True, help="Load and prove it again, even if an earlier load did.")
 @model_argument
 @engine_options
-def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
+def info(model: str | None, as_json: bool, loads: bool, verify: bool, **options: Any) -> None:
     """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL.
 
     Of a GGUF file, print what its header says, without loading it."""
     quiet_libraries()
-    gguf = None if loads or model is None else find_gguf(model, options.get("revision"))
+    gguf = None if loads or verify or model is None else find_gguf(model, options.get("revision"))
     if gguf is not None:
         summary = GgufSummary.of(GgufHeader.read(gguf))
         try:
@@ -58,7 +59,7 @@ def info(model: str | None, as_json: bool, loads: bool, **options: Any) -> None:
         return
     from inflight import LLM
 
-    llm = LLM(model, **engine_values(options))
+    llm = LLM(model, verify=verify, **engine_values(options))
     if as_json:
         print(json.dumps({**asdict(llm.model_info), **_around(llm)}, indent=2))
         return

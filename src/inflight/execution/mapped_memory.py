@@ -8,6 +8,7 @@ import ctypes
 import math
 import mmap
 import sys
+from bisect import bisect_right
 from contextlib import suppress
 from pathlib import Path
 
@@ -54,7 +55,7 @@ def lies_in_file(tensor: torch.Tensor) -> bool:
 def let_go_of_file_pages(tensor: torch.Tensor) -> None:
     """Let the pages of a tensor go if it lies in one piece in a mapped file. Reading it again reads the file again;
     anything that was written to it is lost. Does nothing on systems other than Linux."""
-    if sys.platform != "linux" or tensor.device.type != "cpu":
+    if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.data_ptr():
         return
     if not (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.T.is_contiguous())):
         return
@@ -73,9 +74,13 @@ def give_back_freed_memory() -> None:
 
 def _is_file(first: int, last: int) -> bool:
     """Whether the addresses from `first` up to `last` lie in one mapping of a file."""
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        addresses, _, _, _, inode, *_ = line.split()
-        begin, end = (int(address, 16) for address in addresses.split("-"))
-        if begin <= first < end:
-            return last <= end and inode != "0"
-    return False
+    lines = Path("/proc/self/maps").read_bytes().splitlines()  # in the order of addresses
+
+    def begin(line: bytes) -> int:
+        return int(line.partition(b"-")[0], 16)
+
+    place = bisect_right(lines, first, key=begin)
+    if not place:
+        return False
+    addresses, _, _, _, inode, *_ = lines[place - 1].split()
+    return last <= int(addresses.partition(b"-")[2], 16) and inode != b"0"

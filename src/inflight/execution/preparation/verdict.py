@@ -13,7 +13,7 @@ import os
 import platform
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -32,6 +32,12 @@ NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 """Entries of a configuration that make no difference to a twin."""
 SOURCES = Path(__file__).parents[1]
 """The code that decides how a model runs."""
+OF_THE_SCHEDULER = (
+    *("verify", "max_num_seqs", "num_blocks", "kv_cache_memory", "adapter_memory", "max_num_waiting"),
+    *("policy", "aging_steps", "background_tokens_per_step", "max_prefill_tokens_per_step", "enable_prefix_caching"),
+    *("prefix_cache_dir", "prefix_cache_size", "speculation", "draft_model", "max_guessed_tokens"),
+)
+"""Options that change nothing about how a model is prepared."""
 ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
 """Beginnings of the names of variables that change what runs."""
 
@@ -102,7 +108,8 @@ def preparation_key(model: PreTrainedModel, config: EngineConfig, files: Sequenc
             model,
             config,
             files=[(name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items())],
-            whole=(model.config.to_dict() | {"_name_or_path": ""}, asdict(replace(config, verify=False))),
+            whole=model.config.to_dict() | {"_name_or_path": ""},
+            options=asdict(config) | dict.fromkeys(OF_THE_SCHEDULER) | {"adapters": config.adapters is not None},
             environment=sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)),
             machine=(library.instruction_sets(), torch.get_num_threads(), platform.machine()),
         )

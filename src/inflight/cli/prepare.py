@@ -1,0 +1,28 @@
+"""`inflight prepare MODEL`: the first start of a model ahead of time."""
+
+import time
+from typing import Any
+
+import click
+
+from inflight.cli.help import Command
+from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
+
+
+@click.command(cls=Command)
+@model_argument
+@engine_options
+def prepare(model: str | None, **options: Any) -> None:
+    """Load a model once, so that it starts faster from now on. MODEL means the same as --model MODEL.
+
+    This builds the kernels if they are missing, proves the model, and caches what was found in ~/.cache/inflight. It
+    holds for the same files and options, on this machine."""
+    quiet_libraries()
+    from inflight import LLM
+
+    start = time.monotonic()
+    info = LLM(model, **engine_values(options)).model_info
+    seconds = time.monotonic() - start
+    click.echo(
+        f"{info.model_class} is ready after {seconds:.1f} s: it runs {info.executor}, proved on {info.proved_on}"
+    )

@@ -12,6 +12,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
+from inflight.gguf.parts import parts_of
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> None:
@@ -48,7 +49,7 @@ def checkpoint_files(
     """The files that a model was loaded from, and all beside them."""
     gguf = find_gguf(source, config.revision)
     if gguf is not None:
-        return sorted({entry.path for entry in GgufHeader.read(gguf).tensors.values()})
+        return [gguf.with_name(name) for name in parts_of(gguf.name)]
     folder = Path(os.path.expanduser(source))
     if not folder.is_dir():
         found = try_to_load_from_cache(str(source), "config.json", revision=model_config._commit_hash)

@@ -157,9 +157,12 @@ bool is_finite(uint32_t scale, int64_t bytes) {
 }
 
 void write_block(const Grouped& layout, const Block& block, int64_t output, uint8_t* run) {
-  const int64_t bytes = layout.scale_bytes;
-  std::memcpy(run + bytes * output, &block.coarse, bytes);
-  if (layout.minima) std::memcpy(run + bytes * (kPanelOutputs + output), &block.minimum, bytes);
+  if (layout.scale_bytes == 4) {
+    store(run + 4 * output, block.coarse);
+  } else {
+    store(run + 2 * output, uint16_t(block.coarse));
+    if (layout.minima) store(run + 2 * (kPanelOutputs + output), uint16_t(block.minimum));
+  }
   uint8_t* chunk = run + layout.head_bytes();
   for (int64_t c = 0; c < layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
     for (int64_t part = 0; part < layout.fine; ++part)

@@ -149,6 +149,7 @@ class _Search:
         self._rank = rank
         self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._is_precise = precision_of(model) is FULL_PRECISION
+        self._is_listed = is_listed
         self._is_proved_itself = self._is_precise and not self._is_large and not is_listed
         self._reasons: dict[str, str] = {}
         """For each way that was proved on a twin but is wrong for the model itself: why."""
@@ -300,6 +301,7 @@ class _Search:
             is_large=is_short,
             let_go=self._let_go,
             rank=self._rank,
+            is_listed=self._is_listed and is_short,
             known=known,
         )
         if known is None:

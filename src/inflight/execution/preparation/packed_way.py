@@ -124,6 +124,7 @@ def prepare_packed(
     is_large: bool = False,
     let_go: LetGo | None = None,
     rank: Rank | None = None,
+    is_listed: bool = False,
     known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
@@ -135,6 +136,8 @@ def prepare_packed(
         is_large: whether the comparison is short.
         let_go: called with each weight as soon as it is prepacked.
         rank: whose part of the model is to run, beside the other ranks; None: all of it.
+        is_listed: whether a proof on a twin says all about it but what its weights are: nothing is compared before they
+            are prepacked.
         known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
@@ -158,11 +161,12 @@ def prepare_packed(
         tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
         if rank is not None and tolerance is LOW_PRECISION:
             tolerance = ROUNDED_IN_PARTS
-        with multiplied_in_place() if is_large else nullcontext():
-            attention_error, logits_error = proof.require_agreement(executor, tolerance)
+        prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)
+        if not (is_listed and prepacks):
+            with multiplied_in_place() if is_large else nullcontext():
+                attention_error, logits_error = proof.require_agreement(executor, tolerance)
         if not is_large:
             proof.check_neighbours_and_rows(executor)
-        prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)
         router_rows = None
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:

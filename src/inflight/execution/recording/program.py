@@ -8,8 +8,8 @@ import torch
 
 from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError, memory_of
 
-SAMPLES = ((6, 2), (11, 2), (11, 5))
-"""Tokens T and rows of logits R of the recordings that sizes are found from: one and then the other grows."""
+SAMPLES = ((6, 2), (11, 5))
+"""Tokens T and rows of logits R of the recordings with data. Sizes are found from them and from a longer one."""
 NUM_INPUTS = 3
 """Token ids, positions and logit rows: the first values of a program."""
 MAX_FOLDED_BYTES = 2**20
@@ -247,16 +247,20 @@ class _Joiner:
         if None in strides:
             return self(strides)
         of_dimensions = zip(sizes, zip(*strides, strict=True), strict=True)
-        return tuple(self._size(each[:-1]) if size == ONE else self(each) for size, each in of_dimensions)
+        return tuple(Size(each[0]) if size == ONE else self(each) for size, each in of_dimensions)
 
     def _size(self, numbers: tuple[int, ...]) -> Size:
-        """A number in each run; that of the longest one may be missing."""
-        (tokens, rows), (more_tokens, _), (_, more_rows) = SAMPLES
-        per_token = (numbers[1] - numbers[0]) // (more_tokens - tokens)
-        per_row = (numbers[2] - numbers[1]) // (more_rows - rows)
+        """A number in each run."""
+        (tokens, rows), (more_tokens, more_rows), (most_tokens, most_rows) = *SAMPLES, self._longest
+        more, most = numbers[1] - numbers[0], numbers[2] - numbers[0]
+        # more = per_token * by_tokens + per_row * by_rows, and likewise most
+        by_tokens, by_rows = more_tokens - tokens, more_rows - rows
+        per_token = (most * by_rows - more * (most_rows - rows)) // (
+            (most_tokens - tokens) * by_rows - by_tokens * (most_rows - rows)
+        )
+        per_row = (more - per_token * by_tokens) // by_rows
         size = Size(numbers[0] - per_token * tokens - per_row * rows, per_token, per_row)
-        lengths = (*SAMPLES, self._longest)[: len(numbers)]
-        if tuple(size.at(*each) for each in lengths) != numbers:
+        if tuple(size.at(*each) for each in (*SAMPLES, self._longest)) != numbers:
             raise UnrecordableError("a size does not grow evenly with the length")
         return size
 

@@ -1,5 +1,6 @@
 """Watches one forward pass: which operators it calls, with which numbers, on which parts of which memory."""
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -82,12 +83,9 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":  # asks a tensor without data for its device
             return func(*args, **kwargs)
-        schema = func._schema.arguments
-        given = [
-            args[number] if number < len(args) else kwargs.get(argument.name, argument.default_value)
-            for number, argument in enumerate(schema)
-        ]
-        if any(tag in func.tags for tag in UNREPEATABLE) and not _is_repeatable(func, given):
+        defaults, may_be_unrepeatable = _declared(func)
+        given = [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
+        if may_be_unrepeatable and not _is_repeatable(func, given):
             raise UnrecordableError(f"it depends on the values of tensors ({func})")
         arguments = tuple(self._seen(each) for each in given)  # before the operator can write into them
         result = _run(func, args, kwargs, given)
@@ -104,6 +102,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(argument, list | tuple):
             return tuple(map(self._seen, argument))
         return argument
+
+
+@functools.cache
+def _declared(operator: torch._ops.OpOverload) -> tuple[list[tuple[str, Any]], bool]:
+    """The names and defaults of an operator's arguments, and whether its tags say that it may be unrepeatable."""
+    defaults = [(argument.name, argument.default_value) for argument in operator._schema.arguments]
+    return defaults, any(tag in operator.tags for tag in UNREPEATABLE)
 
 
 def _run(operator: torch._ops.OpOverload, args: Any, kwargs: Any, given: Sequence[Any]) -> Any:

@@ -10,41 +10,46 @@
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
-#include "greedy.h"
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
 #include "program.h"
-#include "round.h"
 #include "sample.h"
 #include "threads.h"
 
 namespace inflight::operators {
 namespace {
 
-template <class Value>
-class Registry {
+// Objects by number.
+class Objects {
  public:
-  int64_t add(std::shared_ptr<Value> value) {
+  int64_t add(std::shared_ptr<void> object) {
     const std::lock_guard lock(mutex_);
-    values_.emplace(++last_, std::move(value));
+    objects_.emplace(++last_, std::move(object));
     return last_;
   }
-  std::shared_ptr<Value> get(int64_t number) {
+  std::shared_ptr<void> get(int64_t number) {
     const std::lock_guard lock(mutex_);
-    const auto found = values_.find(number);
-    CHECK(found != values_.end(), "there is nothing with number ", number, " (any more)");
+    const auto found = objects_.find(number);
+    CHECK(found != objects_.end(), "there is nothing with number ", number, " (any more)");
     return found->second;
   }
   void remove(int64_t number) {
     const std::lock_guard lock(mutex_);
-    values_.erase(number);
+    objects_.erase(number);
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Value>> values_;
+  std::unordered_map<int64_t, std::shared_ptr<void>> objects_;
   int64_t last_ = 0;
+};
+
+// The same, of one type.
+template <class Value>
+struct Registry : Objects {
+  int64_t add(std::shared_ptr<Value> value) { return Objects::add(std::move(value)); }
+  std::shared_ptr<Value> get(int64_t number) { return std::static_pointer_cast<Value>(Objects::get(number)); }
 };
 
 Registry<CurrentStep> steps;

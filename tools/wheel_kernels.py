@@ -19,7 +19,8 @@ KERNELS = "inflight/execution/kernels"
 
 
 class WheelKernels(BuildHookInterface[Any]):
-    """The hook. The kernels are for the torch of the environment in which it runs, and the wheel asks for that one."""
+    """The hook. The kernels serve any torch, and the bridge to it the one of the environment in which this runs: for
+    another one it is built where the wheel is installed."""
 
     PLUGIN_NAME = "custom"
 
@@ -40,9 +41,11 @@ class WheelKernels(BuildHookInterface[Any]):
         for target in targets:
             print(f"kernels for {target.name} …", file=sys.stderr, flush=True)
             library = Path(self._folder.name) / f"{target.name}.so"
-            building.build(library, [*target.flags, "-s"])
-            build_data["force_include"][str(library)] = f"{KERNELS}/{building.carried_name(target)}"
-        build_data["dependencies"].append(f"torch=={building.torch_version()}")
+            building.build_kernels(library, [*target.flags, "-s"])
+            build_data["force_include"][str(library)] = f"{KERNELS}/{building.carried_kernels_name(target)}"
+        bridge = Path(self._folder.name) / "bridge.so"
+        building.build_bridge(bridge)
+        build_data["force_include"][str(bridge)] = f"{KERNELS}/{building.carried_bridge_name()}"
         build_data["pure_python"] = False
         build_data["tag"] = f"py3-none-linux_{platform.machine()}"
 

@@ -1,9 +1,8 @@
 #include "activate.h"
 
-#include "parallel.h"
-
 #include "checks.h"
 #include "convert.h"
+#include "parallel.h"
 
 namespace inflight {
 namespace {

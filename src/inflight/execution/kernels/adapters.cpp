@@ -3,7 +3,6 @@
 // for a while before: each is read once a step, so reading them is most of the work.
 #include "adapters.h"
 
-
 #include <array>
 
 #include "checks.h"

@@ -1,6 +1,5 @@
 #include "attention.h"
 
-
 #include <string_view>
 #include <unordered_map>
 

@@ -34,32 +34,34 @@ struct InflightTensor {
   int64_t sizes[kInflightMaxDims], strides[kInflightMaxDims];  // in elements
 };
 
-// An argument or a result, according to its type: an int, a bool or a dtype; a float; or a pointer to a tensor (null: none),
-// to the characters of a str, or to what a list has: int64_t, double, `InflightTensor`, or `InflightValue` of a str. Results
-// have `InflightTensor` whose references are the caller's from then on; they stay there until the thread's next call.
+// What kind a value is; of arguments in a program it is a code of theirs, too (recording/encoding.py).
+enum InflightKind : int64_t {
+  kInflightNone, kInflightInteger, kInflightNumber, kInflightFlag, kInflightTensor, kInflightIntegers, kInflightTensors,
+  kInflightNumberAsTensor, kInflightIntegerAsTensor, kInflightWord, kInflightDevice, kInflightNumbers,
+  kInflightWords, kInflightOptionalTensors  // in no program
+};
+
+// An argument or a result. Results have tensors only, or an integer; the references are the caller's from then on, and
+// what they lie in is valid until the thread's next call.
 struct InflightValue {
-  int64_t integer;  // of lists and str the length
+  int64_t kind;
+  int64_t integer;    // or a flag, or a dtype; of tensors, lists and words how many `items` there are
   double number;
-  const void* items;
+  const void* items;  // int64_t, double, char, `InflightTensor`, or of words `InflightValue`
 };
 
 // An operator of ours. `schema` is torch's notation.
 struct InflightOperator {
   const char* schema;
   int32_t is_for_cpu;  // it runs for tensors on the CPU; else for any arguments
+  int32_t num_arguments;
   void (*run)(const struct InflightValue* arguments, struct InflightValue* result);
 };
 
-// How an argument of an operator in a program is written down.
-enum InflightKind : int64_t {
-  kInflightNone, kInflightInteger, kInflightNumber, kInflightFlag, kInflightTensor, kInflightIntegers, kInflightTensors,
-  kInflightNumberAsTensor, kInflightIntegerAsTensor, kInflightWord, kInflightDevice, kInflightNumbers
-};
-
+// An argument of an operator in a program, as far as it is known before any step.
 struct InflightArgument {
-  int64_t kind;
-  int64_t is_fixed;            // whether `value` is the same in every step, though it is an integer
-  struct InflightValue value;  // unless it differs from step to step
+  struct InflightValue value;
+  int64_t is_fixed;  // whether an integer is the same in every step
 };
 
 // How an operator of torch's is called.
@@ -87,8 +89,7 @@ struct InflightTorch {
   const char* (*new_operator)(const char* name, const char* overload, const struct InflightArgument* arguments,
                               int64_t num_arguments, void** made);
   void (*delete_operator)(void* made);
-  // `values` has each argument that differs from step to step; tensors without an owner are None. The result is a list of
-  // tensors.
+  // Of `values` those are read that differ from step to step. In lists, tensors without an owner are None.
   const char* (*call_operator)(void* made, const struct InflightValue* values, int32_t how, struct InflightValue* result);
 };
 

@@ -1,13 +1,12 @@
 #include "exchange.h"
 
-#include <sched.h>
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <sched.h>
+#include <sys/mman.h>
 #include <thread>
+#include <unistd.h>
 #include <vector>
 
 #include "checks.h"

@@ -1,6 +1,5 @@
 #include "experts.h"
 
-
 #include <cstring>
 #include <numeric>
 

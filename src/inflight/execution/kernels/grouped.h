@@ -65,6 +65,13 @@ Tensor pack_grouped(Sizes layout, const Tensor& numbers, const Tensor& coarse,
                         const std::optional<Tensor>& fine, const std::optional<Tensor>& coarse_minima,
                         const std::optional<Tensor>& fine_minima);
 
+// Panels from a weight `[out, in]`, float32, bfloat16 or float16. The layout has four bits, no fine scales, and
+// coarse ones in float16; its middle is 8 where there are no minima.
+//
+// Of some scales for a group the one with the least squared error is taken. The first reaches the group's largest weight
+// (or, with minima, both ends of it); the others cut that off, and are finer for all else.
+Tensor round_grouped(Sizes layout, const Tensor& weight);
+
 // The rows of a weight `[out, in]` that `rows` `[n]` int64 names, `[n, in]`, float32 or bfloat16.
 Tensor grouped_rows(Sizes layout, const Tensor& panels, const Tensor& rows, int64_t out_features,
                         int64_t in_features, ScalarType dtype);

@@ -5,8 +5,6 @@
 // An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
 #include "linear.h"
 
-#include "parallel.h"
-
 #include <array>
 #include <cmath>
 #include <type_traits>
@@ -19,6 +17,7 @@
 #include "grouped_linear.h"
 #include "lanewise.h"
 #include "panels.h"
+#include "parallel.h"
 #include "tiles.h"
 
 namespace inflight {

@@ -10,42 +10,51 @@
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
+<<<<<<< HEAD
 #include "gguf_blocks.h"
 #include "greedy.h"
+=======
+>>>>>>> kernels
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
 #include "program.h"
-#include "round.h"
 #include "sample.h"
 #include "threads.h"
 
 namespace inflight::operators {
 namespace {
 
-template <class Value>
-class Registry {
+// Objects by number.
+class Objects {
  public:
-  int64_t add(std::shared_ptr<Value> value) {
+  int64_t add(std::shared_ptr<void> object) {
     const std::lock_guard lock(mutex_);
-    values_.emplace(++last_, std::move(value));
+    objects_.emplace(++last_, std::move(object));
     return last_;
   }
-  std::shared_ptr<Value> get(int64_t number) {
+  std::shared_ptr<void> get(int64_t number) {
     const std::lock_guard lock(mutex_);
-    const auto found = values_.find(number);
-    CHECK(found != values_.end(), "there is nothing with number ", number, " (any more)");
+    const auto found = objects_.find(number);
+    CHECK(found != objects_.end(), "there is nothing with number ", number, " (any more)");
     return found->second;
   }
   void remove(int64_t number) {
     const std::lock_guard lock(mutex_);
-    values_.erase(number);
+    objects_.erase(number);
   }
 
  private:
   std::mutex mutex_;
-  std::unordered_map<int64_t, std::shared_ptr<Value>> values_;
+  std::unordered_map<int64_t, std::shared_ptr<void>> objects_;
   int64_t last_ = 0;
+};
+
+// The same, of one type.
+template <class Value>
+struct Registry : Objects {
+  int64_t add(std::shared_ptr<Value> value) { return Objects::add(std::move(value)); }
+  std::shared_ptr<Value> get(int64_t number) { return std::static_pointer_cast<Value>(Objects::get(number)); }
 };
 
 Registry<CurrentStep> steps;
@@ -212,34 +221,44 @@ int64_t scalar_type(ScalarType dtype) { return int64_t(dtype); }
 
 // ------------------------------------------------------------------------------------------------ for the bridge
 
-template <class Value>
-[[gnu::noinline]] std::vector<Value> list_of(const InflightValue& value) {
-  std::vector<Value> list;
-  for (int64_t i = 0; i < value.integer; ++i) {
-    if constexpr (std::is_same_v<Value, Tensor>) {
-      list.emplace_back(static_cast<const InflightTensor*>(value.items)[i]);
-    } else {
-      const auto& word = static_cast<const InflightValue*>(value.items)[i];
-      list.emplace_back(static_cast<const char*>(word.items), size_t(word.integer));
-    }
-  }
-  return list;
+void check_kind(const InflightValue& value, InflightKind kind) {
+  CHECK(value.kind == kind, "an operator takes an argument of the kind ", int64_t(kind), ", not ", value.kind);
+}
+
+// What there is of a kind.
+template <class Item>
+std::span<const Item> items_of(const InflightValue& value, InflightKind kind) {
+  check_kind(value, kind);
+  return {static_cast<const Item*>(value.items), size_t(value.integer)};
 }
 
 // An argument as a parameter of a type.
 template <class Type>
 [[gnu::noinline]] Type argument(const InflightValue& value) {
-  if constexpr (std::is_same_v<Type, Tensor>) return Tensor(*static_cast<const InflightTensor*>(value.items));
+  if constexpr (std::is_same_v<Type, Tensor>) return Tensor(items_of<InflightTensor>(value, kInflightTensor)[0]);
   else if constexpr (std::is_same_v<Type, std::optional<Tensor>>)
-    return value.items ? std::optional(argument<Tensor>(value)) : std::nullopt;
-  else if constexpr (std::is_same_v<Type, std::string_view>)
-    return {static_cast<const char*>(value.items), size_t(value.integer)};
-  else if constexpr (std::is_same_v<Type, Sizes>) return {static_cast<const int64_t*>(value.items), size_t(value.integer)};
-  else if constexpr (std::is_same_v<Type, std::span<const double>>)
-    return {static_cast<const double*>(value.items), size_t(value.integer)};
-  else if constexpr (std::is_same_v<Type, double>) return value.number;
-  else if constexpr (requires { typename Type::allocator_type; }) return list_of<typename Type::value_type>(value);
-  else return Type(value.integer);
+    return value.kind == kInflightNone ? std::nullopt : std::optional(argument<Tensor>(value));
+  else if constexpr (std::is_same_v<Type, std::string_view>) {
+    const auto letters = items_of<char>(value, kInflightWord);
+    return {letters.data(), letters.size()};
+  } else if constexpr (std::is_same_v<Type, Sizes>) return items_of<int64_t>(value, kInflightIntegers);
+  else if constexpr (std::is_same_v<Type, std::span<const double>>) return items_of<double>(value, kInflightNumbers);
+  else if constexpr (std::is_same_v<Type, std::vector<Tensor>>) {
+    std::vector<Tensor> list;
+    for (const InflightTensor& each : items_of<InflightTensor>(value, kInflightTensors)) list.emplace_back(each);
+    return list;
+  } else if constexpr (std::is_same_v<Type, std::vector<std::string>>) {
+    std::vector<std::string> list;
+    for (const InflightValue& each : items_of<InflightValue>(value, kInflightWords))
+      list.emplace_back(argument<std::string_view>(each));
+    return list;
+  } else if constexpr (std::is_same_v<Type, double>) {
+    check_kind(value, kInflightNumber);
+    return value.number;
+  } else {
+    if (value.kind != kInflightFlag) check_kind(value, kInflightInteger);
+    return Type(value.integer);
+  }
 }
 
 // What the caller gets references to.
@@ -250,10 +269,10 @@ template <class Type>
     own.push_back(each.raw());
     torch->retain(each.memory().raw().owner);
   }
-  return {int64_t(own.size()), 0, own.data()};
+  return {kInflightTensors, int64_t(own.size()), 0, own.data()};
 }
 InflightValue given(const Tensor& tensor) { return given(std::vector{tensor}); }
-InflightValue given(int64_t number) { return {number, 0, nullptr}; }
+InflightValue given(int64_t number) { return {kInflightInteger, number, 0, nullptr}; }
 
 template <class Result, class... Parameters, size_t... kPlaces>
 void call(Result (*function)(Parameters...), const InflightValue* arguments, InflightValue* result,
@@ -273,7 +292,22 @@ void run(const InflightValue* arguments, InflightValue* result) {
   call(kFunction, arguments, result);
 }
 
+template <class Result, class... Parameters>
+constexpr int32_t count_parameters(Result (*)(Parameters...)) {
+  return int32_t(sizeof...(Parameters));
+}
+
+template <auto kFunction>
+constexpr InflightOperator on_cpu(const char* schema) {
+  return {schema, true, count_parameters(kFunction), run<kFunction>};
+}
+template <auto kFunction>
+constexpr InflightOperator anywhere(const char* schema) {
+  return {schema, false, count_parameters(kFunction), run<kFunction>};
+}
+
 const InflightOperator operators[] = {
+<<<<<<< HEAD
     {"num_lanes() -> int", 0, run<num_lanes>},
     {"new_step() -> int", 0, run<new_step>},
     {"delete_step(int step) -> ()", 0, run<delete_step>},
@@ -351,6 +385,73 @@ const InflightOperator operators[] = {
     {"sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) "
      "-> Tensor",
      0, run<inflight::sample>},
+=======
+    anywhere<num_lanes>("num_lanes() -> int"),
+    anywhere<new_step>("new_step() -> int"),
+    anywhere<delete_step>("delete_step(int step) -> ()"),
+    anywhere<begin_step>("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, "
+                         "Tensor[] tables) -> ()"),
+    anywhere<new_call>("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, "
+                       "ScalarType dtype) -> int"),
+    anywhere<delete_call>("delete_call(int call) -> ()"),
+    on_cpu<write>("write(Tensor key, Tensor value, int call) -> ()"),
+    on_cpu<attend>("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor"),
+    anywhere<inflight::has_panels>("has_panels(ScalarType dtype) -> bool"),
+    anywhere<new_linear>("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
+                         "str activation, str variant) -> int"),
+    anywhere<inflight::multiplies_whole_numbers>("multiplies_whole_numbers() -> bool"),
+    anywhere<inflight::prefers_whole_numbers>("prefers_whole_numbers() -> bool"),
+    anywhere<inflight::pack_grouped>("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, "
+                                     "Tensor? coarse_minima, Tensor? fine_minima) -> Tensor"),
+    anywhere<inflight::round_grouped>("round_grouped(int[] layout, Tensor weight) -> Tensor"),
+    on_cpu<inflight::grouped_rows>("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int "
+                                   "in_features, ScalarType dtype) -> Tensor"),
+    anywhere<inflight::grouped_values>("grouped_values(int[] layout, Tensor panels, int out_features, int "
+                                       "in_features, ScalarType dtype) -> Tensor"),
+    anywhere<new_grouped_linear>("new_grouped_linear(Tensor panels, int[] layout, Tensor? order, bool is_exact, "
+                                 "Tensor? bias, int in_features, int out_features, str activation, str variant) -> "
+                                 "int"),
+    anywhere<delete_linear>("delete_linear(int linear) -> ()"),
+    on_cpu<linear>("linear(Tensor x, int linear, int out_features) -> Tensor"),
+    anywhere<new_adapted_step>("new_adapted_step() -> int"),
+    anywhere<delete_adapted_step>("delete_adapted_step(int step) -> ()"),
+    anywhere<begin_adapted_step>("begin_adapted_step(int step, int[] adapters, int[] of_tokens, int[] of_logits) -> "
+                                 "()"),
+    anywhere<adapt_linear>("adapt_linear(int linear, int step, int place, bool reads_logit_rows) -> ()"),
+    anywhere<new_adapter>("new_adapter(int num_places, int[] places, int[] first_outputs, int[] num_outputs, "
+                          "Tensor[] downs, Tensor[] ups) -> int"),
+    anywhere<delete_adapter>("delete_adapter(int adapter) -> ()"),
+    on_cpu<adapted_rows>("adapted_rows(Tensor rows, Tensor ids, int step, int place) -> Tensor"),
+    anywhere<new_experts>("new_experts(int[] ups, int[] downs, str activation, str variant) -> int"),
+    anywhere<delete_experts>("delete_experts(int experts) -> ()"),
+    on_cpu<experts>("experts(Tensor x, Tensor chosen, int experts) -> Tensor"),
+    on_cpu<experts_up>("experts_up(Tensor x, Tensor chosen, int experts, int out_features) -> Tensor"),
+    on_cpu<experts_down>("experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor"),
+    on_cpu<inflight::weighted_sum>("weighted_sum(Tensor rows, Tensor weights) -> Tensor"),
+    anywhere<new_exchange>("new_exchange(int file, int rank, int num_ranks, int place_bytes) -> int"),
+    anywhere<delete_exchange>("delete_exchange(int exchange) -> ()"),
+    anywhere<begin_exchange>("begin_exchange(int exchange, int step) -> ()"),
+    anywhere<give_up_exchange>("give_up_exchange(int exchange) -> ()"),
+    anywhere<is_exchange_given_up>("is_exchange_given_up(int exchange) -> bool"),
+    anywhere<end_exchange>("end_exchange(int exchange) -> ()"),
+    on_cpu<sum_of_ranks>("sum_of_ranks(Tensor rows, int exchange) -> Tensor"),
+    on_cpu<gather_of_ranks>("gather_of_ranks(Tensor rows, int exchange, int num_ranks) -> Tensor"),
+    on_cpu<inflight::activate>("activate(Tensor x, str activation, str variant) -> Tensor"),
+    anywhere<scalar_type>("scalar_type(ScalarType dtype) -> int"),
+    anywhere<new_program>("new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int"),
+    anywhere<delete_program>("delete_program(int program) -> ()"),
+    anywhere<run_program>("run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> "
+                          "Tensor[]"),
+    anywhere<new_program_run>("new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) "
+                              "-> int"),
+    anywhere<delete_program_run>("delete_program_run(int run) -> ()"),
+    anywhere<advance_program_run>("advance_program_run(int run, int num_items) -> bool"),
+    anywhere<outputs_of_program_run>("outputs_of_program_run(int run) -> Tensor[]"),
+    anywhere<inflight::use_own_threads>("use_own_threads(bool are_used) -> ()"),
+    anywhere<inflight::greedy>("greedy(Tensor logits) -> Tensor"),
+    anywhere<inflight::sample>("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
+                               "Tensor uniform) -> Tensor"),
+>>>>>>> kernels
 };
 
 const char* run_operator(const InflightOperator* own, const InflightValue* arguments, InflightValue* result) {
@@ -368,6 +469,16 @@ const InflightKernels kernels = {operators, std::size(operators), run_operator};
 
 }  // namespace
 }  // namespace inflight::operators
+
+namespace inflight {
+
+const InflightOperator* find_operator(std::string_view name) {
+  for (const InflightOperator& each : operators::operators)
+    if (const std::string_view schema = each.schema; schema.substr(0, schema.find('(')) == name) return &each;
+  return nullptr;
+}
+
+}  // namespace inflight
 
 extern "C" __attribute__((visibility("default"))) const InflightKernels* inflight_kernels(const InflightTorch* torch) {
   inflight::torch = torch;

@@ -26,14 +26,12 @@ ValueView read_view(Reader& reader) {
   return {value, is_opaque, dtype, std::move(sizes), std::move(strides), reader.size()};
 }
 
-// What an operator of torch's gives.
-std::vector<Memory> call(void* made, const std::vector<InflightValue>& arguments, int32_t how) {
-  InflightValue result;
-  check_done(torch->call_operator(made, arguments.data(), how, &result));
+// What an operator gives.
+std::vector<Memory> memories_of(const InflightValue& result) {
   const auto* tensors = static_cast<const InflightTensor*>(result.items);
-  std::vector<Memory> given;
-  for (int64_t i = 0; i < result.integer; ++i) given.push_back(Memory::taken(tensors[i].memory));
-  return given;
+  std::vector<Memory> memories;
+  for (int64_t i = 0; tensors && i < result.integer; ++i) memories.push_back(Memory::taken(tensors[i].memory));
+  return memories;
 }
 
 }  // namespace
@@ -79,28 +77,36 @@ OperatorArgument::OperatorArgument(Reader& reader) : kind(InflightKind(reader.co
   else CHECK(kind == kInflightNone, "a program has an argument of no known kind");
 }
 
-InflightArgument OperatorArgument::known() const {
+InflightValue OperatorArgument::known() const {
   switch (kind) {
-    case kInflightInteger: return {kind, sizes[0].per_token == 0 && sizes[0].per_logit_row == 0, {sizes[0].fixed, 0, nullptr}};
+    case kInflightInteger: return {kind, sizes[0].fixed, 0, nullptr};
     case kInflightWord:
-    case kInflightDevice: return {kind, false, {int64_t(word.size()), 0, word.data()}};
-    case kInflightNumbers: return {kind, false, {int64_t(numbers.size()), 0, numbers.data()}};
-    default: return {kind, false, {integer, number, nullptr}};
+    case kInflightDevice: return {kind, int64_t(word.size()), 0, word.data()};
+    case kInflightNumbers: return {kind, int64_t(numbers.size()), 0, numbers.data()};
+    default: return {kind, integer, number, nullptr};
   }
 }
 
-OperatorCall::OperatorCall(Reader& reader) {
-  const std::string& name = reader.word();
+OperatorCall::OperatorCall(Reader& reader) : name_(reader.word()) {
   const std::string& overload = reader.word();
   arguments_ = reader.list([&] { return OperatorArgument(reader); });
-  std::vector<InflightArgument> known;
-  for (const OperatorArgument& each : arguments_) known.push_back(each.known());
-  void* made = nullptr;
-  check_done(torch->new_operator(name.c_str(), overload.c_str(), known.data(), int64_t(known.size()), &made));
-  operator_.reset(made);
+  if (name_.starts_with("inflight::")) own_ = find_operator(std::string_view(name_).substr(10));
+  if (own_) {
+    CHECK(int64_t(arguments_.size()) == own_->num_arguments, "an operator of a program has ", own_->num_arguments,
+          " arguments, not ", arguments_.size());
+  } else {
+    std::vector<InflightArgument> known;
+    for (const OperatorArgument& each : arguments_) {
+      const bool is_fixed = !each.sizes.empty() && each.sizes[0].per_token == 0 && each.sizes[0].per_logit_row == 0;
+      known.push_back({each.known(), is_fixed});
+    }
+    void* made = nullptr;
+    check_done(torch->new_operator(name_.c_str(), overload.c_str(), known.data(), int64_t(known.size()), &made));
+    operator_.reset(made);
+  }
   outputs_ = reader.list([&] { return reader.code(); });
-  is_torchs_ = name.starts_with("aten::");
-  is_layer_norm_ = name == "aten::native_layer_norm" || name == "aten::layer_norm";
+  is_torchs_ = name_.starts_with("aten::");
+  is_layer_norm_ = name_ == "aten::native_layer_norm" || name_ == "aten::layer_norm";
 }
 
 void OperatorCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory&) const {
@@ -112,23 +118,37 @@ void OperatorCall::run(std::vector<Memory>& values, const StepSize& step, Reused
   viewed.reserve(num_tensors), tensors.reserve(num_tensors), integers.reserve(num_integers);
   std::vector<InflightValue> arguments;
   for (const OperatorArgument& each : arguments_) {
-    InflightValue& argument = arguments.emplace_back();
+    InflightValue& argument = arguments.emplace_back(each.known());
     if (each.kind == kInflightTensor || each.kind == kInflightTensors) {
-      argument = {int64_t(each.views.size()), 0, tensors.data() + tensors.size()};
+      argument = {each.kind, int64_t(each.views.size()), 0, tensors.data() + tensors.size()};
       for (const auto& view : each.views)
         tensors.push_back(view ? viewed.emplace_back(view->of(values, step)).raw() : InflightTensor{});
     } else if (each.kind == kInflightInteger) {
       argument.integer = each.sizes[0].at(step);
     } else if (each.kind == kInflightIntegers) {
-      argument = {int64_t(each.sizes.size()), 0, integers.data() + integers.size()};
+      argument = {each.kind, int64_t(each.sizes.size()), 0, integers.data() + integers.size()};
       for (const Size& size : each.sizes) integers.push_back(size.at(step));
     }
   }
   const bool is_alone = is_torchs_ && uses_own_threads();
-  std::vector<Memory> results = is_alone && is_dealt_out(arguments)
-                                    ? deal_out(std::move(arguments))
-                                    : call(operator_.get(), arguments, is_alone ? kInflightAlone : 0);
+  std::vector<Memory> results = own_                                 ? call_own(arguments)
+                                : is_alone && is_dealt_out(arguments) ? deal_out(std::move(arguments))
+                                                                      : call(arguments, is_alone ? kInflightAlone : 0);
   for (size_t i = 0; i < results.size(); ++i) values.at(outputs_.at(i)) = std::move(results[i]);
+}
+
+std::vector<Memory> OperatorCall::call(const std::vector<InflightValue>& arguments, int32_t how) const {
+  InflightValue result;
+  check_done(torch->call_operator(operator_.get(), arguments.data(), how, &result));
+  return memories_of(result);
+}
+
+// Without torch, which would look it up.
+std::vector<Memory> OperatorCall::call_own(const std::vector<InflightValue>& arguments) const {
+  const Range range(name_.c_str());
+  InflightValue result{};
+  own_->run(arguments.data(), &result);
+  return memories_of(result);
 }
 
 // Whether this is a layer norm of the last dimension with work for several threads.
@@ -157,7 +177,7 @@ std::vector<Memory> OperatorCall::deal_out(std::vector<InflightValue> arguments)
     const InflightTensor part = rows.narrow(begin, end - begin).raw();
     std::vector<InflightValue> own = arguments;
     own[0].items = &part;
-    parts[i] = call(operator_.get(), own, kInflightAlone | kInflightInferring);
+    parts[i] = call(own, kInflightAlone | kInflightInferring);
     std::memcpy(results[0].begin() + begin * row_bytes, parts[i].at(0).begin(), (end - begin) * row_bytes);
     parts[i][0].reset();
   });

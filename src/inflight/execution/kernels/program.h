@@ -36,8 +36,11 @@ struct OperatorArgument {
 
   explicit OperatorArgument(Reader& reader);
   // What is known of it before any step. It points into this.
-  InflightArgument known() const;
+  InflightValue known() const;
 };
+
+// One of ours, by its name without a namespace; null: there is none.
+const InflightOperator* find_operator(std::string_view name);
 
 // Calls one operator of torch's, or of ours.
 class OperatorCall {
@@ -50,11 +53,15 @@ class OperatorCall {
   struct Delete {
     void operator()(void* made) const { torch->delete_operator(made); }
   };
+  std::vector<Memory> call(const std::vector<InflightValue>& arguments, int32_t how) const;
+  std::vector<Memory> call_own(const std::vector<InflightValue>& arguments) const;
   bool is_dealt_out(const std::vector<InflightValue>& arguments) const;
   std::vector<Memory> deal_out(std::vector<InflightValue> arguments) const;
 
   std::vector<OperatorArgument> arguments_;
+  std::string name_;
   std::unique_ptr<void, Delete> operator_;
+  const InflightOperator* own_ = nullptr;  // instead
   bool is_torchs_, is_layer_norm_;
   std::vector<int64_t> outputs_;  // values
 };

@@ -1,9 +1,12 @@
-// A random token of each row of logits.
+// The best token of each row of logits, or a random one.
 #pragma once
 
 #include "tensor.h"
 
 namespace inflight {
+
+// The first token with the greatest logit of each row of `[R, V]`; -1 if that is not finite or there is a NaN.
+Tensor greedy(const Tensor& logits);
 
 // Tokens `[R]` int64 from logits `[R, V]`: divided by the temperature, filtered by top-k (0: all), top-p and min-p in
 // this order, ties with the least likely token kept; then the inverse of the cumulative distribution in order of

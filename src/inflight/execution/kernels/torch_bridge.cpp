@@ -11,7 +11,6 @@
 #include <omp.h>
 #include <torch/library.h>
 
-#include <deque>
 #include <memory>
 #include <optional>
 #include <string>
@@ -183,8 +182,8 @@ class Call {
                 " arguments, not ", num_arguments);
     for (int64_t i = 0; i < num_arguments; ++i) {
       check_enumerator(schema[i].real_type(), arguments[i]);
-      auto kind = InflightKind(arguments[i].kind);
-      if (kind == kInflightTensors && !schema[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) kind = kOptionalTensors;
+      auto kind = InflightKind(arguments[i].value.kind);
+      if (kind == kInflightTensors && !schema[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) kind = kInflightOptionalTensors;
       kinds_.push_back(kind);
       known_.push_back(known(kind, arguments[i].value));
     }
@@ -203,8 +202,6 @@ class Call {
   }
 
  private:
-  static constexpr auto kOptionalTensors = InflightKind(-1);
-
   // A number that takes part in type promotion as Python's do.
   template <class Number>
   static at::Tensor wrapped(Number number) {
@@ -221,9 +218,9 @@ class Call {
     if (kind != c10::TypeKind::ScalarTypeType && kind != c10::TypeKind::LayoutType &&
         kind != c10::TypeKind::MemoryFormatType)
       return;
-    if (argument.kind == kInflightNone) return;
+    if (argument.value.kind == kInflightNone) return;
     const int64_t number = argument.value.integer;
-    TORCH_CHECK(argument.kind == kInflightInteger && argument.is_fixed, "an operator takes no such enumerator");
+    TORCH_CHECK(argument.value.kind == kInflightInteger && argument.is_fixed, "an operator takes no such enumerator");
     if (kind == c10::TypeKind::ScalarTypeType) {
       TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(at::ScalarType(number)),
                   "there is no dtype ", number, " here");
@@ -265,7 +262,7 @@ class Call {
         }
         return list;
       }
-      case kOptionalTensors: {
+      case kInflightOptionalTensors: {
         c10::List<std::optional<at::Tensor>> list;
         for (int64_t i = 0; i < value.integer; ++i)
           list.push_back(tensors[i].memory.owner ? std::optional(view_of(tensors[i])) : std::nullopt);
@@ -301,7 +298,7 @@ const char* call_operator(void* made, const InflightValue* values, int32_t how, 
       if (each.isTensorList())
         for (const at::Tensor& tensor : each.toTensorList()) give(tensor);
     }
-    *result = {int64_t(results.size()), 0, results.data()};
+    *result = {kInflightTensors, int64_t(results.size()), 0, results.data()};
   });
 }
 
@@ -320,36 +317,38 @@ class Arguments {
  private:
   InflightValue taken(const c10::IValue& value) {
     if (value.isNone()) return {};
-    if (value.isTensor()) return {0, 0, &tensors_.emplace_back(1, described(value.toTensor()))[0]};
-    if (value.isBool()) return {value.toBool(), 0, nullptr};
-    if (value.isInt()) return {value.toInt(), 0, nullptr};
-    if (value.isDouble()) return {0, value.toDouble(), nullptr};
+    if (value.isTensor()) return {kInflightTensor, 1, 0, tensors_.emplace_back(1, described(value.toTensor())).data()};
+    if (value.isBool()) return {kInflightFlag, value.toBool(), 0, nullptr};
+    if (value.isInt()) return {kInflightInteger, value.toInt(), 0, nullptr};
+    if (value.isDouble()) return {kInflightNumber, 0, value.toDouble(), nullptr};
     if (value.isString()) return taken(value.toStringRef());
     if (value.isTensorList()) {
       auto& own = tensors_.emplace_back();
       for (const at::Tensor& each : value.toTensorList()) own.push_back(described(each));
-      return {int64_t(own.size()), 0, own.data()};
+      return {kInflightTensors, int64_t(own.size()), 0, own.data()};
     }
     if (value.isIntList()) {
       const auto& own = integers_.emplace_back(value.toIntVector());
-      return {int64_t(own.size()), 0, own.data()};
+      return {kInflightIntegers, int64_t(own.size()), 0, own.data()};
     }
     if (value.isDoubleList()) {
       const auto& own = numbers_.emplace_back(value.toDoubleVector());
-      return {int64_t(own.size()), 0, own.data()};
+      return {kInflightNumbers, int64_t(own.size()), 0, own.data()};
     }
     TORCH_CHECK(value.isList(), "our operators take no ", value.tagKind());
     auto& own = words_.emplace_back();  // of str, or empty
     for (const c10::IValue& each : value.toListRef()) own.push_back(taken(each.toStringRef()));
-    return {int64_t(own.size()), 0, own.data()};
+    return {kInflightWords, int64_t(own.size()), 0, own.data()};
   }
-  static InflightValue taken(const std::string& text) { return {int64_t(text.size()), 0, text.data()}; }
+  static InflightValue taken(const std::string& text) {
+    return {kInflightWord, int64_t(text.size()), 0, text.data()};
+  }
 
   std::vector<InflightValue> values_;
-  std::deque<std::vector<InflightTensor>> tensors_;
-  std::deque<std::vector<int64_t>> integers_;
-  std::deque<std::vector<double>> numbers_;
-  std::deque<std::vector<InflightValue>> words_;
+  std::vector<std::vector<InflightTensor>> tensors_;
+  std::vector<std::vector<int64_t>> integers_;
+  std::vector<std::vector<double>> numbers_;
+  std::vector<std::vector<InflightValue>> words_;
 };
 
 class OurOperator final : public c10::OperatorKernel {

@@ -1,11 +1,7 @@
 """Compiling the kernels: for this CPU at first use, or for the kinds of CPUs (`Target`) that a wheel carries them for.
 
-<<<<<<< HEAD
-They are two libraries: the kernels know no torch; the bridge (`BRIDGE`), a single file, is built for a version of it.
-=======
 They are two libraries: kernels that know no torch, and a bridge (`BRIDGE`) that is built for a version of torch.
 
->>>>>>> kernels
 Nothing of inflight is imported here, and of torch only its version and its folder: the hook that fills a wheel
 (`tools/wheel_kernels.py`) loads this file by its path.
 """

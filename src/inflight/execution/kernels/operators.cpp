@@ -10,11 +10,6 @@
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
-<<<<<<< HEAD
-#include "gguf_blocks.h"
-#include "greedy.h"
-=======
->>>>>>> kernels
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
@@ -307,85 +302,6 @@ constexpr InflightOperator anywhere(const char* schema) {
 }
 
 const InflightOperator operators[] = {
-<<<<<<< HEAD
-    {"num_lanes() -> int", 0, run<num_lanes>},
-    {"new_step() -> int", 0, run<new_step>},
-    {"delete_step(int step) -> ()", 0, run<delete_step>},
-    {"begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, Tensor[] "
-     "tables) -> ()",
-     0, run<begin_step>},
-    {"new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, ScalarType "
-     "dtype) -> int",
-     0, run<new_call>},
-    {"delete_call(int call) -> ()", 0, run<delete_call>},
-    {"write(Tensor key, Tensor value, int call) -> ()", 1, run<write>},
-    {"attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor", 1, run<attend>},
-    {"has_panels(ScalarType dtype) -> bool", 0, run<inflight::has_panels>},
-    {"new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, str "
-     "activation, str variant) -> int",
-     0, run<new_linear>},
-    {"multiplies_whole_numbers() -> bool", 0, run<inflight::multiplies_whole_numbers>},
-    {"prefers_whole_numbers() -> bool", 0, run<inflight::prefers_whole_numbers>},
-    {"pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, Tensor? coarse_minima, "
-     "Tensor? fine_minima) -> Tensor",
-     0, run<inflight::pack_grouped>},
-    {"pack_blocks(str kind, int[] layout, Tensor[] blocks, Tensor rows) -> Tensor", 0, run<inflight::pack_blocks>},
-    {"round_grouped(int[] layout, Tensor weight) -> Tensor", 0, run<inflight::round_grouped>},
-    {"grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int in_features, "
-     "ScalarType dtype) -> Tensor",
-     1, run<inflight::grouped_rows>},
-    {"grouped_values(int[] layout, Tensor panels, int out_features, int in_features, ScalarType dtype) -> "
-     "Tensor",
-     0, run<inflight::grouped_values>},
-    {"new_grouped_linear(Tensor panels, int[] layout, Tensor? order, bool is_exact, Tensor? bias, int "
-     "in_features, int out_features, str activation, str variant) -> int",
-     0, run<new_grouped_linear>},
-    {"delete_linear(int linear) -> ()", 0, run<delete_linear>},
-    {"linear(Tensor x, int linear, int out_features) -> Tensor", 1, run<linear>},
-    {"new_adapted_step() -> int", 0, run<new_adapted_step>},
-    {"delete_adapted_step(int step) -> ()", 0, run<delete_adapted_step>},
-    {"begin_adapted_step(int step, int[] adapters, int[] of_tokens, int[] of_logits) -> "
-     "()",
-     0, run<begin_adapted_step>},
-    {"adapt_linear(int linear, int step, int place, bool reads_logit_rows) -> ()", 0, run<adapt_linear>},
-    {"new_adapter(int num_places, int[] places, int[] first_outputs, int[] num_outputs, Tensor[] downs, "
-     "Tensor[] ups) -> int",
-     0, run<new_adapter>},
-    {"delete_adapter(int adapter) -> ()", 0, run<delete_adapter>},
-    {"adapted_rows(Tensor rows, Tensor ids, int step, int place) -> Tensor", 1, run<adapted_rows>},
-    {"new_experts(int[] ups, int[] downs, str activation, str variant) -> int", 0, run<new_experts>},
-    {"delete_experts(int experts) -> ()", 0, run<delete_experts>},
-    {"experts(Tensor x, Tensor chosen, int experts) -> Tensor", 1, run<experts>},
-    {"experts_up(Tensor x, Tensor chosen, int experts, int out_features) -> Tensor", 1, run<experts_up>},
-    {"experts_down(Tensor rows, Tensor chosen, int experts, int out_features) -> Tensor", 1, run<experts_down>},
-    {"weighted_sum(Tensor rows, Tensor weights) -> Tensor", 1, run<inflight::weighted_sum>},
-    {"new_exchange(int file, int rank, int num_ranks, int place_bytes) -> int", 0, run<new_exchange>},
-    {"delete_exchange(int exchange) -> ()", 0, run<delete_exchange>},
-    {"begin_exchange(int exchange, int step) -> ()", 0, run<begin_exchange>},
-    {"give_up_exchange(int exchange) -> ()", 0, run<give_up_exchange>},
-    {"is_exchange_given_up(int exchange) -> bool", 0, run<is_exchange_given_up>},
-    {"end_exchange(int exchange) -> ()", 0, run<end_exchange>},
-    {"sum_of_ranks(Tensor rows, int exchange) -> Tensor", 1, run<sum_of_ranks>},
-    {"gather_of_ranks(Tensor rows, int exchange, int num_ranks) -> Tensor", 1, run<gather_of_ranks>},
-    {"activate(Tensor x, str activation, str variant) -> Tensor", 1, run<inflight::activate>},
-    {"scalar_type(ScalarType dtype) -> int", 0, run<scalar_type>},
-    {"new_program(int[] codes, float[] numbers, str[] words, Tensor[] constants) -> int", 0, run<new_program>},
-    {"delete_program(int program) -> ()", 0, run<delete_program>},
-    {"run_program(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> "
-     "Tensor[]",
-     0, run<run_program>},
-    {"new_program_run(Tensor input_ids, Tensor positions, Tensor logit_rows, int program) -> "
-     "int",
-     0, run<new_program_run>},
-    {"delete_program_run(int run) -> ()", 0, run<delete_program_run>},
-    {"advance_program_run(int run, int num_items) -> bool", 0, run<advance_program_run>},
-    {"outputs_of_program_run(int run) -> Tensor[]", 0, run<outputs_of_program_run>},
-    {"use_own_threads(bool are_used) -> ()", 0, run<inflight::use_own_threads>},
-    {"greedy(Tensor logits) -> Tensor", 0, run<inflight::greedy>},
-    {"sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, Tensor uniform) "
-     "-> Tensor",
-     0, run<inflight::sample>},
-=======
     anywhere<num_lanes>("num_lanes() -> int"),
     anywhere<new_step>("new_step() -> int"),
     anywhere<delete_step>("delete_step(int step) -> ()"),
@@ -403,6 +319,7 @@ const InflightOperator operators[] = {
     anywhere<inflight::prefers_whole_numbers>("prefers_whole_numbers() -> bool"),
     anywhere<inflight::pack_grouped>("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, "
                                      "Tensor? coarse_minima, Tensor? fine_minima) -> Tensor"),
+    anywhere<inflight::pack_blocks>("pack_blocks(str kind, int[] layout, Tensor[] blocks, Tensor rows) -> Tensor"),
     anywhere<inflight::round_grouped>("round_grouped(int[] layout, Tensor weight) -> Tensor"),
     on_cpu<inflight::grouped_rows>("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int "
                                    "in_features, ScalarType dtype) -> Tensor"),
@@ -451,7 +368,6 @@ const InflightOperator operators[] = {
     anywhere<inflight::greedy>("greedy(Tensor logits) -> Tensor"),
     anywhere<inflight::sample>("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
                                "Tensor uniform) -> Tensor"),
->>>>>>> kernels
 };
 
 const char* run_operator(const InflightOperator* own, const InflightValue* arguments, InflightValue* result) {

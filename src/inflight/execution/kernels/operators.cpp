@@ -10,6 +10,7 @@
 #include "attention.h"
 #include "exchange.h"
 #include "experts.h"
+#include "gguf_blocks.h"
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"

@@ -63,10 +63,10 @@ class Fuzzer:
     def run(self, num_calls: int) -> None:
         """Make so many calls of each operator, on torch's threads and on ours in turn."""
         for number in range(num_calls):
-            torch.ops.inflight.use_own_threads(number % 2 == 1)
+            torch.ops.inflight.use_own_threads(number % 2 * torch.get_num_threads())
             for operator in self.operators:
                 operator()
-        torch.ops.inflight.use_own_threads(False)
+        torch.ops.inflight.use_own_threads(0)
 
     def call(self, name: str, *arguments: Any, rate: float = 0.3) -> Any:
         """Call an operator with some arguments changed; None if it refuses."""

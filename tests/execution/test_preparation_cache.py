@@ -141,7 +141,7 @@ def test_the_key_changes_with_each_of_its_inputs(tmp_path: Path, monkeypatch: py
         (verdict, "SOURCES", tmp_path),
         (verdict, "kernels_in_use", lambda: "avx1024"),
         (library, "instruction_sets", lambda: "avx1024"),
-        (torch, "get_num_threads", lambda: 77),
+        (verdict, "num_threads", lambda: 77),
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),
     ):
         with monkeypatch.context() as changed:

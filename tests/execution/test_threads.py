@@ -28,12 +28,12 @@ def activated(rows: torch.Tensor = ROWS) -> torch.Tensor:
 def torch_threads(number: int, *, are_own: bool = False) -> Iterator[None]:
     before = torch.get_num_threads()
     torch.set_num_threads(number)
-    torch.ops.inflight.use_own_threads(are_own)
+    torch.ops.inflight.use_own_threads(number if are_own else 0)
     try:
         yield
     finally:
         torch.set_num_threads(before)
-        torch.ops.inflight.use_own_threads(False)
+        torch.ops.inflight.use_own_threads(0)
 
 
 # ------------------------------------------------------------------------------------------------- how many
@@ -111,14 +111,13 @@ FORKED = """
 import os, torch
 from inflight.execution.kernels import kernels_available
 assert kernels_available()
-torch.set_num_threads(3)
-torch.ops.inflight.use_own_threads(True)
+torch.ops.inflight.use_own_threads(3)
 rows = torch.randn(2000, 500, generator=torch.Generator().manual_seed(1))
 expected = torch.ops.inflight.activate(rows, "gelu", "none")
 child = os.fork()
 same = all(torch.equal(torch.ops.inflight.activate(rows, "gelu", "none"), expected) for _ in range(5))
 if child == 0:
-    torch.set_num_threads(2)
+    torch.ops.inflight.use_own_threads(2)
     same = same and torch.equal(torch.ops.inflight.activate(rows, "gelu", "none"), expected)
     os._exit(0 if same else 1)
 assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

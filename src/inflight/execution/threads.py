@@ -1,9 +1,15 @@
 """How many threads compute a step. Its bits do not depend on that."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
 import torch
 
 from inflight.execution.kernels import kernels_available
 from inflight.machine import usable_cores
+
+_of_steps: ContextVar[int | None] = ContextVar("threads of steps, where torch has one", default=None)
 
 
 class ComputeThreads:
@@ -26,5 +32,44 @@ class ComputeThreads:
         """
         if torch.get_num_threads() != self.number:  # torch has one for each thread that calls it
             torch.set_num_threads(self.number)
-        if kernels_available():
-            torch.ops.inflight.use_own_threads(are_own)
+        _use_own(self.number if are_own else 0)
+
+
+def num_threads() -> int:
+    """How many threads a step has in this context."""
+    return _of_steps.get() or torch.get_num_threads()
+
+
+@contextmanager
+def torch_alone() -> Iterator[None]:
+    """Inside, torch's operators run on the calling thread alone, and ours on threads of ours. In a short forward pass
+    torch's threads wait for each other longer than they work, and many times as long if other processes want the
+    cores."""
+    number = torch.get_num_threads()
+    token = _of_steps.set(number)
+    torch.set_num_threads(1)
+    _use_own(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(number)
+        _use_own(0)
+        _of_steps.reset(token)
+
+
+@contextmanager
+def torch_threads(number: int) -> Iterator[None]:
+    """Inside, all operators run on so many of torch's threads."""
+    before, own = torch.get_num_threads(), _of_steps.get()
+    torch.set_num_threads(number)
+    _use_own(0)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+        _use_own(own or 0)
+
+
+def _use_own(number: int) -> None:
+    if kernels_available():
+        torch.ops.inflight.use_own_threads(number)

@@ -365,7 +365,7 @@ const InflightOperator operators[] = {
     anywhere<delete_program_run>("delete_program_run(int run) -> ()"),
     anywhere<advance_program_run>("advance_program_run(int run, int num_items) -> bool"),
     anywhere<outputs_of_program_run>("outputs_of_program_run(int run) -> Tensor[]"),
-    anywhere<inflight::use_own_threads>("use_own_threads(bool are_used) -> ()"),
+    anywhere<inflight::use_own_threads>("use_own_threads(int number) -> ()"),
     anywhere<inflight::greedy>("greedy(Tensor logits) -> Tensor"),
     anywhere<inflight::sample>("sample(Tensor logits, Tensor temperature, Tensor top_k, Tensor top_p, Tensor min_p, "
                                "Tensor uniform) -> Tensor"),

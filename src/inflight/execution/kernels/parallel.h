@@ -1,4 +1,4 @@
-// Work for as many threads as torch has, on ours or torch's. Which of them does what changes no bit.
+// Work for several threads, ours or torch's. Which of them does what changes no bit.
 #pragma once
 
 #include <algorithm>

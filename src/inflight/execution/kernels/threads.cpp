@@ -154,7 +154,7 @@ Pool& pool() {
   return pool;
 }
 
-thread_local bool own_threads_are_used = false;
+thread_local int64_t num_own_threads = 0;
 
 // Calls function(begin, end) for ranges that together are [0, size), on torch's threads.
 void run_ranges(int64_t size, FunctionRef<void(int64_t, int64_t)> function) {
@@ -185,20 +185,25 @@ void run_on_torch(int64_t num_items, int64_t num_threads, Items work) {
 
 }  // namespace
 
-void use_own_threads(bool are_used) { own_threads_are_used = are_used; }
+void use_own_threads(int64_t number) {
+  CHECK(number >= 0 && number <= 1 << 16, "there cannot be ", number, " threads");
+  num_own_threads = number;
+}
 
-bool uses_own_threads() { return own_threads_are_used; }
+bool uses_own_threads() { return num_own_threads > 0; }
+
+int64_t thread_count() { return num_own_threads > 0 ? num_own_threads : torch->num_threads(); }
 
 void run_items(int64_t num_items, int64_t num_threads, Items work) {
   const bool is_shared = num_items > 1 && num_items < INT_MAX && num_threads > 1 && !Pool::is_inside();
-  if (is_shared && !own_threads_are_used) return run_on_torch(num_items, num_threads, work);
+  if (is_shared && !uses_own_threads()) return run_on_torch(num_items, num_threads, work);
   if (is_shared && pool().run(num_items, num_threads, work)) return;
   for (int64_t item = 0; item < num_items; ++item) work(item);
 }
 
 void run_helped(int64_t num_threads, FunctionRef<void()> work, Items help) {
   const bool is_shared = num_threads > 1 && !Pool::is_inside();
-  if (is_shared && !own_threads_are_used)
+  if (is_shared && !uses_own_threads())
     return run_ranges(num_threads, [&](int64_t begin, int64_t) { begin == 0 ? work() : help(begin - 1); });
   if (is_shared && pool().run(num_threads - 1, num_threads, help, &work)) return;
   work();

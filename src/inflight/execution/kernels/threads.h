@@ -31,8 +31,8 @@ class FunctionRef<void(Arguments...)> {
   void (*call_)(const void*, Arguments...);
 };
 
-// Of torch's and of ours, as torch was told.
-inline int64_t thread_count() { return torch->num_threads(); }
+// Of those that compute.
+int64_t thread_count();
 
 // For whoever looks again and again: leaves the core's other thread more of it meanwhile.
 inline void rest() {
@@ -56,8 +56,8 @@ class Range {
   void* range_;
 };
 
-// Whether what this thread calls from now on runs on our threads instead of torch's.
-void use_own_threads(bool are_used);
+// How many threads of ours run what this thread calls from now on; 0: torch's do.
+void use_own_threads(int64_t number);
 bool uses_own_threads();
 
 // Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whoever is free; these are kept

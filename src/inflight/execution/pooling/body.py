@@ -27,6 +27,7 @@ from inflight.execution.preparation.limits import packed_limit
 from inflight.execution.preparation.proof import NUM_PROOF_BLOCKS, PROOF_BLOCK_SIZE, draw_prompts
 from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.preparation.twin import make_body_twin
+from inflight.execution.threads import num_threads, torch_threads
 from inflight.execution.weights.linears import LetGo, prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
 from inflight.execution.weights.prepacked_linear import can_prepack
@@ -140,22 +141,18 @@ class Body:
         return False
 
     def _is_batch_invariant(self, texts: Sequence[PooledText]) -> bool:
-        in_use = torch.get_num_threads()
-        threads = cycle((1, in_use))
+        threads = cycle((1, num_threads()))
 
         def states(company: Sequence[PooledText]) -> list[torch.Tensor]:
-            torch.set_num_threads(next(threads))
-            return self.run(company)
+            with torch_threads(next(threads)):
+                return self.run(company)
 
-        try:
-            alone = [states([text])[0] for text in texts]
-            together, reversed_ = states(texts), states(texts[::-1])[::-1]
-            return all(
-                torch.equal(first, own) and torch.equal(first, other)
-                for first, own, other in zip(alone, together, reversed_, strict=True)
-            )
-        finally:
-            torch.set_num_threads(in_use)
+        alone = [states([text])[0] for text in texts]
+        together, reversed_ = states(texts), states(texts[::-1])[::-1]
+        return all(
+            torch.equal(first, own) and torch.equal(first, other)
+            for first, own, other in zip(alone, together, reversed_, strict=True)
+        )
 
 
 def _prove(model: PreTrainedModel, config: EngineConfig) -> None:

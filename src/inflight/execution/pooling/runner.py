@@ -25,7 +25,7 @@ from inflight.execution.preparation.agreement import precision_of
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.describe import describe_calls
 from inflight.execution.preparation.proof import draw_prompts
-from inflight.execution.threads import ComputeThreads
+from inflight.execution.threads import ComputeThreads, torch_alone
 from inflight.execution.weights.inventory import stored_weights
 
 
@@ -45,6 +45,10 @@ class PoolingRunner:
         _refuse_options(config)
         check_modes(plan.modes)
         self._threads = ComputeThreads(config.num_threads)
+        with torch_alone():
+            self._load(source, config, plan)
+
+    def _load(self, source: ModelSource, config: EngineConfig, plan: PoolingPlan) -> None:
         classifies = plan.task != "embed" and plan.answers is None
         auto_class = _auto_class(plan)
         spare = ("pooler.",) if plan.task == "embed" else ()

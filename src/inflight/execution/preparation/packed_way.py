@@ -64,6 +64,7 @@ from inflight.execution.preparation.router_trial import routers_keep_bits
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.partition import divide
 from inflight.execution.ranks.rank import Rank
+from inflight.execution.threads import num_threads, torch_threads
 from inflight.execution.weights.experts import (
     RouterRows,
     has_own_experts,
@@ -345,7 +346,7 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
     if not executor.backend.is_batch_invariant:
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
-    in_company, num_threads = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY, torch.get_num_threads()
+    in_company = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY
     alone: list[torch.Tensor] = []
 
     def run_alone() -> None:
@@ -353,13 +354,10 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
 
     if not routers_keep_bits(executor.model, run_alone, executor.min_rows):
         return False
-    threads = cycle((1, num_threads))
+    threads = cycle((1, num_threads()))
 
     def forward(batch: RaggedBatch) -> torch.Tensor:
-        torch.set_num_threads(next(threads))
-        return executor.forward(batch)
+        with torch_threads(next(threads)):
+            return executor.forward(batch)
 
-    try:
-        return torch.equal(alone[0], logits_of(forward, batches_of(prompts, in_company, device))[0])
-    finally:
-        torch.set_num_threads(num_threads)
+    return torch.equal(alone[0], logits_of(forward, batches_of(prompts, in_company, device))[0])

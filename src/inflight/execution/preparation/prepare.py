@@ -32,6 +32,7 @@ from inflight.execution.preparation.recording_proof import digest_of_step, prove
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.ranks.rank import Rank
+from inflight.execution.threads import torch_alone
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
 from inflight.execution.weights.linears import LetGo
@@ -72,7 +73,8 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
     """
     reason = None
     try:
-        return _prepare(source, config, rank)
+        with torch_alone():
+            return _prepare(source, config, rank)
     except StalePreparationError as error:
         logger.warning("%s; the model is loaded and proved again", error)
     except PrepackingError as error:
@@ -83,7 +85,8 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
         return prepare(source, replace(config, verify=True), rank)
     logger.warning("%s; the model is loaded again", reason)  # the first one is gone with the error's traceback
     try:
-        prepared = _prepare(source, replace(config, executor="rows"), None)
+        with torch_alone():
+            prepared = _prepare(source, replace(config, executor="rows"), None)
     except ModelError as error:
         raise ModelError(f"{reason}; {error}") from error
     return replace(prepared, info=replace(prepared.info, notes=(reason, *prepared.info.notes)))

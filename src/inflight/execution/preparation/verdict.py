@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
 from inflight.execution.kernels import kernels_in_use, library
+from inflight.execution.threads import num_threads
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ def preparation_key(model: PreTrainedModel, config: EngineConfig, files: Sequenc
             whole=model.config.to_dict() | {"_name_or_path": ""},
             options=asdict(config) | dict.fromkeys(OF_THE_SCHEDULER) | {"adapters": config.adapters is not None},
             environment=sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)),
-            machine=(library.instruction_sets(), torch.get_num_threads(), platform.machine()),
+            machine=(library.instruction_sets(), num_threads(), platform.machine()),
         )
     except Exception as error:
         logger.debug("the preparation of %s cannot be cached: %r", type(model).__name__, error)

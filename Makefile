@@ -8,7 +8,7 @@ READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
+.PHONY: demo test test-all browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
 
 $(PACKAGE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -24,7 +24,10 @@ $(READY): $(PACKAGE)
 demo: $(PACKAGE)          ## a dozen prompts through the embedded model at once, with a live view of the slots
 	$(BIN)/inflight demo
 
-test: $(READY)            ## the whole test suite
+test: $(READY)            ## every promise once (ten minutes on two cores)
+	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1 --quick
+
+test-all: $(READY)        ## the whole test suite, with all crosses, wheels, Ray, browsers and clients of other packages
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1
 
 browser: $(READY)         ## a Chromium for the tests of the live page: Debian's, or else Playwright's

@@ -45,6 +45,29 @@ assert kernels_available()
 serve_preloaded()
 
 
+THOROUGH_ROOMS = {"agents", "browser", "deploy", "examples", "packaging", "scale"}
+"""Of the tests; --quick leaves them out: wheels, Ray, browsers, containers, clients of other packages."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help="leave out what is thorough")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """With --quick, leave out tests that are marked `thorough`, but for the variants that the mark names."""
+    if not config.getoption("--quick"):
+        return
+    out = []
+    for item in items:
+        mark = item.get_closest_marker("thorough")
+        is_thorough = mark is not None and not any(word in item.name for word in mark.args)
+        if is_thorough or THOROUGH_ROOMS.intersection(item.path.parts):
+            out.append(item)
+    config.hook.pytest_deselected(items=out)
+    left_out = set(map(id, out))
+    items[:] = [item for item in items if id(item) not in left_out]
+
+
 @pytest.fixture
 def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes import everything anew, as they do for users, and are children of the one that starts them."""

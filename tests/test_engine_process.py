@@ -447,6 +447,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.thorough
 def test_the_engine_ends_when_its_caller_is_killed(tmp_path: Path) -> None:
     script = tmp_path / "caller.py"
     script.write_text(CALLER)

@@ -26,6 +26,7 @@ def numbers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return {name: json.loads((folder / f"{name}.json").read_text()) for name in DETERMINISTIC}
 
 
+@pytest.mark.thorough
 def test_the_ladder_saves_steps_and_fills_slots(numbers: dict[str, Any]) -> None:
     ladder = numbers["ladder"]
     assert ladder["static"]["num_steps"] > 1.5 * ladder["engine"]["num_steps"]

@@ -166,6 +166,7 @@ def test_the_repetition_penalty_matches_that_of_generate(name: str) -> None:
         assert output.outputs[0].token_ids == expected[0, len(prompt) :].tolist()
 
 
+@pytest.mark.thorough
 def test_frequency_penalties_do_not_change_after_a_preemption() -> None:
     params = SamplingParams(temperature=0, max_tokens=30, frequency_penalty=1.5, presence_penalty=-0.5)
     results = []

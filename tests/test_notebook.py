@@ -50,6 +50,7 @@ def printed(cell: Any) -> str:
     return "".join(output.text for output in cell.outputs if output.output_type == "stream" and output.name == "stdout")
 
 
+@pytest.mark.thorough
 def test_the_notebook_runs_with_this_interpreter(cells: dict[str, Any]) -> None:
     assert printed(cells["which-python"]).strip() == sys.executable
 

@@ -101,6 +101,7 @@ def test_a_plan_is_plain_data() -> None:
 
 
 @pytest.mark.parametrize("name", ["rwkv", "gpt2"])
+@pytest.mark.thorough
 def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """There is one model-owned cache per running sequence, and none after the last has ended."""
     caches: list[weakref.ref[Any]] = []

@@ -143,6 +143,7 @@ def test_a_discarded_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
     ],
     ids=["schema", "regex", "ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"],
 )
+@pytest.mark.thorough("schema", "regex", "ignore_eos")
 def test_impossible_constraints_are_refused_at_admission(
     wish: StructuredOutput, more: dict[str, Any], reason: str
 ) -> None:
@@ -198,6 +199,7 @@ def test_constraints_are_sent_over_the_pipe_to_an_engine_process() -> None:
 
 
 @pytest.mark.parametrize("slow_field", ["structured_output", "bad_words"])
+@pytest.mark.thorough
 def test_other_requests_run_while_one_is_compiled_which_may_be_aborted(
     slow_field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -176,6 +176,7 @@ def places_to_break(lines: list[tuple[str, int]]) -> Iterable[int]:
 
 
 @pytest.mark.parametrize("act", [generate_and_abort, interrupt_a_step])
+@pytest.mark.thorough
 def test_an_exception_at_any_line_costs_other_streams_nothing(world: World, act: Act) -> None:
     def check(at: int | None) -> list[tuple[str, int]]:
         stream, heard = world.held_stream()
@@ -190,12 +191,14 @@ def test_an_exception_at_any_line_costs_other_streams_nothing(world: World, act:
     assert world.llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.thorough
 def test_an_exception_at_any_line_while_a_step_fails_leaves_nothing_behind(world: World) -> None:
     for at in places_to_break(run_broken(world, fail_a_step, None, raise_injected)):
         run_broken(world, fail_a_step, at, raise_injected)
         world.check_rest()
 
 
+@pytest.mark.thorough
 def test_a_stream_may_be_closed_by_the_garbage_collector_at_any_line(world: World) -> None:
     """A generator in a reference cycle is closed wherever the collector happens to run."""
 

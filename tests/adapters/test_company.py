@@ -31,6 +31,7 @@ NUM_ADAPTERS = 5
 
 
 @pytest.mark.parametrize(("name", "precision"), CASES)
+@pytest.mark.thorough("llama-float32", "llama-int4]")
 def test_bits_do_not_depend_on_company(name: str, precision: str, tmp_path: Path) -> None:
     options = PRECISIONS[precision]
     this_cpu.needs(getattr(torch, options["dtype"]))

@@ -67,6 +67,7 @@ SCARCE = {"max_num_seqs": 5, "max_num_batched_tokens": 33, "num_blocks": 60, "bl
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.thorough("llama", "qwen3_moe", "its embedding")
 def test_adapters_give_what_the_merged_model_gives(case: str, tmp_path: Path) -> None:
     name, choices = CASES[case]
     plain, rng = zoo.build(name), random.Random(case)

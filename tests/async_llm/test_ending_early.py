@@ -70,6 +70,7 @@ def test_a_request_can_be_aborted_while_the_engine_starts() -> None:
     run(check())
 
 
+@pytest.mark.thorough("thread")
 def test_a_thousand_streams_left_at_random_points_leave_nothing_behind(llm: AsyncLLM) -> None:
     chance = random.Random(0)
 

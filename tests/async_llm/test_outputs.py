@@ -23,6 +23,7 @@ from tests.text.tokenizers_for_tests import byte_level
         None,
     ],
 )
+@pytest.mark.thorough("thread", "process-None")
 def test_outputs_match_the_offline_llm(llm: AsyncLLM, offline: LLM, params: SamplingParams | None) -> None:
     if params is None:
         run(llm.start())

@@ -81,6 +81,7 @@ print([asyncio.run(answer()) for _ in range(2)])
 """
 
 
+@pytest.mark.thorough
 def test_the_async_llm_works_in_a_plain_script(tmp_path: Path, offline: LLM) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=600)

@@ -72,6 +72,7 @@ def test_steps_may_take_as_long_as_they_have_taken_many_times_over(monkeypatch: 
     assert watched(monkeypatch, [2, allowed], [0, longest, 0]) == (["ask", "ask", "kill"], allowed)
 
 
+@pytest.mark.thorough
 def test_an_engine_that_is_stopped_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watchdog, "TIMES_LONGEST", 1)
 

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.batches.jobs import Echo, Jobs
 from tests.batches.power_loss import Disk, read_log, recorder
 from tests.batches.recorded_job import NUM_LINES
@@ -13,6 +15,7 @@ from tests.batches.recorded_job import NUM_LINES
 NUM_LOSSES = 60
 
 
+@pytest.mark.thorough
 def test_a_job_survives_the_loss_of_power_at_any_moment(tmp_path: Path) -> None:
     root, log = tmp_path / "jobs", tmp_path / "log"
     root.mkdir()

@@ -12,6 +12,7 @@ from tools import gpu_trial
 from tools.gpu_trial import Trial, lines_of, run_stage
 
 
+@pytest.mark.thorough
 def test_every_stage_runs_on_a_cpu_in_one_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu_trial", "--device", "cpu", "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -25,6 +26,7 @@ def test_every_stage_runs_on_a_cpu_in_one_command(tmp_path: Path) -> None:
     assert (tmp_path / "table.md").read_text().strip() in done.stdout
 
 
+@pytest.mark.thorough
 def test_a_failure_has_its_traceback_in_a_file_and_the_trial_goes_on(tmp_path: Path) -> None:
     trial = Trial(tmp_path, "nowhere", 600, is_quick=True)
     run_stage(trial, "machine")

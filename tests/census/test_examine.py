@@ -19,6 +19,7 @@ layers."""
 
 
 @pytest.mark.parametrize("model_type", FAMILIES)
+@pytest.mark.thorough("gpt2", "bert")
 def test_a_tiny_model_is_built_and_sensitive(model_type: str) -> None:
     model, sensitivity = sensitive_model(model_class(model_type), tiny_config(model_type))
     assert model.num_parameters() < 1_000_000

@@ -114,6 +114,7 @@ def test_a_finding_is_kept_if_the_peer_never_answers(monkeypatch: pytest.MonkeyP
     assert (finding.outcome, finding.peer) == ("exact", "no answer within 1 seconds")
 
 
+@pytest.mark.thorough
 def test_the_command_examines_two_classes(tmp_path: Path) -> None:
     path = tmp_path / "census.md"
     arguments = ["census", "--class", "gpt2", "--class", "BloomForCausalLM", "--jobs", "2", "--timeout", "600"]

@@ -18,6 +18,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return write_adapter(tmp_path_factory.mktemp("adapter"), modules, seed=0)
 
 
+@pytest.mark.thorough
 def test_all_prompts_have_the_adapter(command: Command, folder: str, tmp_path: Path) -> None:
     llm = LLM(adapters={"a": folder})
     params = SamplingParams(temperature=0, max_tokens=10)

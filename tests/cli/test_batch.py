@@ -115,6 +115,7 @@ def test_a_job_that_was_given_up_hands_over_what_is_answered(command: Command, t
     assert {path.name for path in tmp_path.iterdir()} == {requests.name, output.name}
 
 
+@pytest.mark.thorough
 def test_a_killed_job_goes_on_with_the_same_requests_and_options(refused: Command, tmp_path: Path) -> None:
     many = [request(str(number), prompt=f"Once {number % 7}", max_tokens=40, ignore_eos=True) for number in range(200)]
     requests, output = write(tmp_path / "requests.jsonl", *many), tmp_path / "results.jsonl"

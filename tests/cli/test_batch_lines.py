@@ -52,6 +52,7 @@ def test_every_line_is_answered_in_openais_form_and_in_order(command: Command, t
     assert bodies[0]["choices"][0]["text"] == plain.stdout.removesuffix("\n")
 
 
+@pytest.mark.thorough
 def test_an_interrupt_writes_the_finished_answers(tmp_path: Path) -> None:
     file = tmp_path / "batch.jsonl"
     short, long = ({"prompt": "Once", "max_tokens": count, "ignore_eos": True} for count in (2, 900))

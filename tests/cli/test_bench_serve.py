@@ -37,6 +37,7 @@ def server() -> Iterator[FakeServer]:
         yield server
 
 
+@pytest.mark.thorough
 def test_a_readable_report_and_a_picture(server: FakeServer, tmp_path: Path) -> None:
     picture = tmp_path / "run.png"
     command = [

@@ -285,6 +285,7 @@ def test_ctrl_c_ends_a_script(server: FakeServer) -> None:
 # ------------------------------------------------------------------------------------------------------ with an engine
 
 
+@pytest.mark.thorough
 def test_the_chat_with_its_own_engine_answers_like_the_library(chat: Chat) -> None:
     said = ["Tell me a story about a fox.", "Tell me another one.", "Once more."]
     lines = [*said[:2], "/params max_tokens=3", said[2], "/params top_pp=1"]

@@ -209,6 +209,7 @@ logging.get_logger("huggingface_hub.utils._http").warning("Retrying in 1s")
     assert done.stderr == "inflight: Retrying in 1s\n"
 
 
+@pytest.mark.thorough
 def test_loading_prints_nothing_into_a_pipe_and_leaves_nothing_on_a_terminal() -> None:
     code = f"from inflight import LLM; llm = LLM({str(DEMO_MODEL)!r}, num_blocks=8); llm.generate([]); dir(llm)"
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)

@@ -20,6 +20,7 @@ WITHOUT = "import sys; sys.modules['matplotlib.figure'] = None; from inflight.cl
     ],
     ids=lambda arguments: " ".join(arguments[:2]),
 )
+@pytest.mark.thorough("race", "trace")
 def test_missing_matplotlib_is_said_before_anything_else(arguments: tuple[str, ...], tmp_path: Path) -> None:
     (tmp_path / "nope.jsonl").touch()
     done = subprocess.run(
@@ -31,6 +32,7 @@ def test_missing_matplotlib_is_said_before_anything_else(arguments: tuple[str, .
 
 
 @pytest.mark.parametrize("command", ["generate", "chat"])
+@pytest.mark.thorough
 def test_a_wrong_sampling_option_is_said_before_the_model_is_looked_for(command: str, tmp_path: Path) -> None:
     arguments = [sys.executable, "-m", "inflight", command, "-m", "./nope", "--temperature", "-1"]
     given = ["Once"] if command == "generate" else []

@@ -24,6 +24,7 @@ def one(text: str) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.thorough
 def test_the_output_follows_the_flag(command: Command, tmp_path: Path) -> None:
     schema, grammar = tmp_path / "schema.json", tmp_path / "sum.lark"
     schema.write_text(json.dumps(SCHEMA))
@@ -67,6 +68,7 @@ def test_log_probabilities_are_written_for_a_single_prompt_too(command: Command)
     assert len(line["prompt_logprobs"]) == line["num_prompt_tokens"]
 
 
+@pytest.mark.thorough
 def test_penalties_bad_words_and_stop_tokens_reach_the_engine(command: Command) -> None:
     plain = one(command("generate", "-q", "--jsonl", "Once upon a time", *GREEDY).stdout)
     stop = plain["token_ids"][4]
@@ -91,6 +93,7 @@ def test_penalties_bad_words_and_stop_tokens_reach_the_engine(command: Command) 
         ([], '{"prompt": "x", "structured_output": {"rexeg": "a"}}', "did you mean 'regex'?"),
     ],
 )
+@pytest.mark.thorough("arguments0", "arguments1")
 def test_a_mistake_is_one_sentence(refused: Command, arguments: list[str], stdin: str, sentence: str) -> None:
     assert sentence in refused("generate", *arguments, stdin=stdin).stderr
 

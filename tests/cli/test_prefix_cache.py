@@ -6,9 +6,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 TEXT = "Tom had a red ball. He liked to play with it in the park. " * 8
 
 
+@pytest.mark.thorough
 def test_a_command_saves_what_it_has_before_it_ends(tmp_path: Path) -> None:
     options = ("-q", TEXT, "--temperature", "0", "--max-tokens", "5", "--prefix-cache-dir", str(tmp_path / "cache"))
     texts = set()
@@ -28,6 +31,7 @@ def inflight(*arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_a_folder_is_warmed_listed_verified_and_cleared(tmp_path: Path) -> None:
     folder, system = tmp_path / "cache", tmp_path / "system.txt"
     system.write_text(TEXT)
@@ -56,6 +60,7 @@ def test_a_folder_is_warmed_listed_verified_and_cleared(tmp_path: Path) -> None:
     assert (wrong.returncode, wrong.stderr) == (2, f"inflight: '{tmp_path}' is no folder of prefixes\n")
 
 
+@pytest.mark.thorough
 def test_a_prefix_that_one_folder_keeps_is_found_in_another(tmp_path: Path) -> None:
     here, there, archive = tmp_path / "here", tmp_path / "there", tmp_path / "story.prefixes"
     assert inflight("cache", "warm", here, TEXT).returncode == 0

@@ -80,6 +80,7 @@ def test_the_pictures_of_a_merge_and_of_a_filter_in_the_documentation_are_what_i
         (["-"], '{"url": "/v1/completions", "body": {}}', "besides a prompt it takes max_tokens"),
     ],
 )
+@pytest.mark.thorough("arguments0", "arguments1")
 def test_a_mistake_is_one_sentence(refused: Command, arguments: list[str], stdin: str, sentence: str) -> None:
     assert sentence in refused("race", *arguments, stdin=stdin).stderr
 
@@ -90,6 +91,7 @@ def test_a_picture_that_cannot_be_written_is_one_sentence(tmp_path: Path) -> Non
         CliRunner().invoke(app, arguments, catch_exceptions=False)
 
 
+@pytest.mark.thorough
 def test_the_static_benchmark_runs_any_model_with_as_many_requests_as_asked_for(command: Command) -> None:
     done = command("bench", "static", "-m", DEMO_MODEL, "--rounds", 2, "--requests", 3)
     assert done.returncode == 0

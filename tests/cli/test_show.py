@@ -53,6 +53,7 @@ def test_several_steps_in_one_call_with_a_cap_for_each_prompt(command: Command) 
     assert lines[1:5] == ["slot 0   Aaaa", "slot 1   BbC", "waiting  11", "shown    ^ ^^"]
 
 
+@pytest.mark.thorough
 def test_a_prompt_ends_where_the_model_ends_it(command: Command) -> None:
     """The story of the embedded model is over long before 400 tokens are."""
     ended = command("show", "Once", "--max-tokens", 400, "--step", 0)
@@ -61,6 +62,7 @@ def test_a_prompt_ends_where_the_model_ends_it(command: Command) -> None:
     assert command("show", "Once", "--max-tokens", 400, "--step", 399, "--ignore-eos").returncode == 0
 
 
+@pytest.mark.thorough
 def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     html, png = tmp_path / "step.html", tmp_path / "step.png"
@@ -84,12 +86,14 @@ def test_one_step_on_the_terminal_as_a_page_and_as_a_picture(command: Command, t
     assert png.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_a_picture_of_two_steps(command: Command, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     assert command("show", "--png", tmp_path / "steps.png").returncode == 0
     assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.thorough
 def test_a_run_in_which_nobody_joins_shows_a_step_that_mixes_kinds_or_else_its_last(command: Command) -> None:
     chunks = command("show", *PROMPTS, "--max-num-seqs", 3, "--max-num-batched-tokens", 12)
     assert drawn_steps(chunks.stdout) == [1]
@@ -111,6 +115,7 @@ def test_a_run_in_which_nobody_joins_shows_a_step_that_mixes_kinds_or_else_its_l
         (["x", "--html", "/nowhere/at/all.html"], "the file '/nowhere/at/all.html' cannot be written"),
     ],
 )
+@pytest.mark.thorough("arguments2", "arguments3", "arguments4", "arguments5")
 def test_a_mistake_of_the_caller_is_one_sentence_and_exit_code_2(
     refused: Command, arguments: list[str], sentence: str
 ) -> None:

@@ -31,6 +31,7 @@ ROOMY = 16_384
 
 
 @pytest.mark.parametrize(("name", "budget", "block_size"), LATIN_SQUARE)
+@pytest.mark.thorough("64-", "gemma2-8")
 def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
     run = run_teacher_forced(
         zoo.build(name),

@@ -127,6 +127,7 @@ def in_turn(*pairs: tuple[int, int]) -> list[tuple[str, int, int]]:
 
 
 @pytest.mark.parametrize(("name", "budget", "block_size"), in_turn((8, 16), (64, 4), (2048, 16)))
+@pytest.mark.thorough("llama", "gemma3", "mixtral")
 def test_exact_with_all_kinds_of_sharing_in_a_roomy_cache(name: str, budget: int, block_size: int) -> None:
     run = run_everything(
         name, seed=budget, max_num_batched_tokens=budget, block_size=block_size, num_blocks=4096, max_num_seqs=12
@@ -138,6 +139,7 @@ def test_exact_with_all_kinds_of_sharing_in_a_roomy_cache(name: str, budget: int
 
 
 @pytest.mark.parametrize(("name", "budget", "block_size"), in_turn((12, 4), (64, 16), (2048, 1)))
+@pytest.mark.thorough("llama", "gemma2", "gpt_oss", "deepseek", "phi3_longrope")
 def test_exact_with_all_kinds_of_sharing_in_a_tight_cache(name: str, budget: int, block_size: int) -> None:
     run = run_everything(
         name,

@@ -96,6 +96,7 @@ def test_embeddings(printed_by: Printed) -> None:
         assert float(score) > 0.5
 
 
+@pytest.mark.thorough
 def test_capacity_planning(printed_by: Printed) -> None:
     text = printed_by("capacity_planning")
     throughput = {

@@ -39,6 +39,7 @@ def test_a_callers_model_works_as_before(name: str, implementation: str) -> None
 
 
 @every_architecture
+@pytest.mark.thorough("llama", "gpt2")
 def test_a_callers_model_can_still_be_trained(name: str) -> None:
     """The model keeps no tensor that was created in inference mode."""
     model = zoo.draw(name, zoo.FACTORS[name], seed=0)

@@ -184,6 +184,7 @@ def test_a_router_that_computes_few_rows_in_another_way_is_found() -> None:
         ("longcat_flash", 16),  # and a router that it never calls
     ],
 )
+@pytest.mark.thorough("qwen2_moe-8", "deepseek_v3-4", "llama4")
 def test_mixtures_give_the_same_bits_in_any_company(model_type: str, num_experts: int) -> None:
     config = tiny_config(model_type)
     for name in ("num_experts", "num_local_experts", "n_routed_experts"):

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -144,6 +145,7 @@ def test_two_models_made_from_one_config_object_do_not_disturb_each_other() -> N
     assert_overlapping_steps_are_right(first, second)
 
 
+@pytest.mark.thorough
 def test_models_loaded_at_the_same_time_do_not_change_the_default_dtype() -> None:
     """`transformers` changes the default dtype for all threads while it builds a model: the checkpoint and its float32
     twin."""

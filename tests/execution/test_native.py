@@ -35,6 +35,7 @@ def generate(**environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, check=True, env={**os.environ, **environment})
 
 
+@pytest.mark.thorough
 def test_without_a_compiler_everything_works_after_one_warning(tmp_path: Path) -> None:
     expected = generate()
     without = generate(CXX="no-such-compiler", XDG_CACHE_HOME=str(tmp_path))
@@ -134,6 +135,7 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_avx2
+@pytest.mark.thorough
 def test_a_wheel_with_kernels_needs_no_compiler_and_builds_nothing(package: Path, tmp_path: Path) -> None:
     expected = generate()
     without = {"PATH": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path / "cache"), "PYTHONPATH": str(package)}

@@ -69,6 +69,7 @@ STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
+@pytest.mark.thorough("dtype0")
 def test_a_model_with_recurrent_state_is_refused_with_any_weights(name: str, dtype: torch.dtype) -> None:
     with pytest.raises(ModelError):
         report_of(default_model(STATEFUL[name]()).to(dtype))

@@ -124,6 +124,7 @@ assert same and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 """
 
 
+@pytest.mark.thorough
 def test_a_forked_process_computes_without_the_threads_that_it_does_not_have() -> None:
     subprocess.run([sys.executable, "-c", FORKED], check=True)
 
@@ -150,5 +151,6 @@ assert others < 0.1 * all_threads, (others, all_threads)
 
 
 @pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="this system does not count threads' time")
+@pytest.mark.thorough
 def test_torchs_threads_have_no_part_in_a_recorded_step() -> None:
     subprocess.run([sys.executable, "-c", WITHOUT_TORCH], check=True)

@@ -28,6 +28,7 @@ def of_real_size(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     ],
     indirect=True,
 )
+@pytest.mark.thorough("llama", "mamba]", "deepseek")
 def test_models_of_real_sizes_have_small_twins(of_real_size: PreTrainedModel) -> None:
     twin = make_twin(of_real_size)
     assert sum(weight.numel() for weight in twin.model.parameters()) < 150_000_000

@@ -50,6 +50,7 @@ def twins(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrain
 
 
 @pytest.mark.parametrize("name", BUILD)
+@pytest.mark.thorough("llama", "gemma2", "qwen3_moe", "bloom", "mamba]", "qwen3_next")
 def test_a_proof_on_a_twin_gives_the_result_of_a_proof_on_the_model(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = BUILD[name](name)
     itself = choose(model)

@@ -101,6 +101,7 @@ def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.thorough("llama", "qwen3]", "experts-awq")
 def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     write(path, MODELS[name], of_kinds("Q4_K", "Q6_K", "Q4_0", "Q8_0"))
@@ -115,6 +116,7 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, tmp_path
         assert list(output.outputs[0].token_ids) == continuation(plain, prompt, 12)
 
 
+@pytest.mark.thorough
 def test_a_file_in_several_parts_runs_like_a_whole_one(tmp_path: Path) -> None:
     texts = []
     for number, size in enumerate((0, 7)):
@@ -128,6 +130,7 @@ def test_a_file_in_several_parts_runs_like_a_whole_one(tmp_path: Path) -> None:
     assert texts[0] == texts[1]
 
 
+@pytest.mark.thorough
 def test_the_embedded_model_completes_and_chats_as_a_file(tmp_path: Path) -> None:
     """With its tokenizer, its chat template and the tokens that end a text."""
     original = LLM()

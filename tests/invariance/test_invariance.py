@@ -147,6 +147,7 @@ def threads(number: int) -> Iterator[None]:
 
 @pytest.mark.parametrize("configuration", CONFIGURATIONS)
 @pytest.mark.parametrize(("name", "precision"), EVERY_WAY)
+@pytest.mark.thorough("llama-", "gpt_oss-bfloat16", "gemma2-int4")
 def test_the_bits_do_not_depend_on_the_batch(name: str, precision: str, configuration: str) -> None:
     needs(precision)
     options = PRECISIONS[precision] | configured(name, configuration)
@@ -173,6 +174,7 @@ def assert_mixed(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("name", "precision"), sorted({(n, p) for n in ARCHITECTURES for p in PRECISIONS} - {*EVERY_WAY})
 )
+@pytest.mark.thorough("gemma2-int4", "gpt2-int8", "qwen3_moe")
 def test_the_bits_do_not_depend_on_a_batch_of_all_kinds_at_once(name: str, precision: str) -> None:
     needs(precision)
     logits, engine = run(name, **PRECISIONS[precision], **mixed(name))
@@ -183,6 +185,7 @@ def test_the_bits_do_not_depend_on_a_batch_of_all_kinds_at_once(name: str, preci
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.thorough("llama", "gemma2-bfloat16")
 def test_the_bits_do_not_depend_on_the_number_of_threads_and_the_block_size(name: str, precision: str) -> None:
     needs(precision)
     options = PRECISIONS[precision] | {"max_num_seqs": 16, "max_num_batched_tokens": 300, "block_size": 48}
@@ -194,6 +197,7 @@ def test_the_bits_do_not_depend_on_the_number_of_threads_and_the_block_size(name
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
+@pytest.mark.thorough("llama-bfloat16", "gemma2-float32")
 def test_the_bits_do_not_depend_on_the_batch_over_several_tiles(name: str, precision: str) -> None:
     """The sequences are longer than the kernel's tiles of 256 positions, which sequences share and threads divide."""
     needs(precision)

@@ -87,6 +87,7 @@ def test_the_terminal_shows_idle_slots_and_padding_within_its_width(result: race
     assert "All methods gave the same tokens." in text
 
 
+@pytest.mark.thorough
 def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     config = GPT2Config(vocab_size=128, n_positions=640, n_embd=16, n_layer=1, n_head=2)
     model, lines = GPT2LMHeadModel(config).eval(), list[str]()

@@ -31,6 +31,7 @@ def server() -> Iterator[tuple[str, int]]:
 
 
 @pytest.mark.parametrize(("endpoint", "processes"), [("completions", 1), ("completions", 3), ("chat", 1)])
+@pytest.mark.thorough("chat")
 def test_a_load_is_answered_completely_and_the_report_has_the_cpu_time_of_the_engine(
     command: Command, server: tuple[str, int], endpoint: str, processes: int
 ) -> None:

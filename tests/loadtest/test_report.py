@@ -106,6 +106,7 @@ def test_the_tables_show_failures_and_missing_counts() -> None:
 
 
 @pytest.mark.parametrize("records", [RECORDS, RECORDS[3:4], RECORDS[:1]], ids=["all", "only failed", "one"])
+@pytest.mark.thorough("one")
 def test_every_run_can_be_drawn(records: list[Record], tmp_path: Path) -> None:
     figure = load_figure(records, "a run")
     assert [panel.get_title(loc="left") for panel in figure.axes] == [

@@ -49,6 +49,7 @@ def test_each_window_has_its_own_drawing() -> None:
 
 @pytest.mark.parametrize("width", [24, 40, 61, 80, 120])
 @pytest.mark.parametrize("step", [0, 1, 4])
+@pytest.mark.thorough("0-24", "1-80")
 def test_a_drawing_never_exceeds_the_terminal_width_or_the_requested_height(width: int, step: int) -> None:
     prompts = [list(range(1, 1 + length)) for length in (3, 70, 2, 30, 1, 90, 5)]
     view = captured(prompts, step, max_num_batched_tokens=100)

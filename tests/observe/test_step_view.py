@@ -79,6 +79,7 @@ def test_tokens_that_have_left_all_windows_are_still_shown() -> None:
 
 
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_large", "gemma4_few_global"])
+@pytest.mark.thorough("gemma3")
 def test_forks_are_followed_if_calls_have_parts_of_blocks(name: str) -> None:
     (prompt,) = prompts = [list(range(1, 31))]
     view = captured(prompts, step=9, name=name, n=3, block_size=4, max_num_batched_tokens=8)

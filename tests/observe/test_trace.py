@@ -176,6 +176,7 @@ def test_a_page_is_self_contained_and_escapes_names_given_by_callers(recording: 
     assert len(data["stretches"]) == len(stretches(recording.steps))
 
 
+@pytest.mark.thorough
 def test_a_page_of_a_long_run_stays_small(tmp_path: Path) -> None:
     """5,000 steps of 64 slots: 320,000 spans."""
     steps = [

@@ -91,6 +91,7 @@ def test_every_extra_is_there_and_asks_for_what_the_tests_have(metadata: Message
     with_dependencies(text.partition(";")[0] for text in installed if not text.startswith("inflight-llm"))
 
 
+@pytest.mark.thorough
 def test_the_commands_run(scripts: Path, tmp_path: Path) -> None:
     done = run(scripts, "inflight-llm", "--version", cwd=tmp_path)
     assert done.stdout == f"inflight, version {inflight.__version__}\n"
@@ -98,6 +99,7 @@ def test_the_commands_run(scripts: Path, tmp_path: Path) -> None:
     assert len(done.stdout.split()) > 2
 
 
+@pytest.mark.thorough
 def test_the_server_answers(scripts: Path, tmp_path: Path) -> None:
     command = [scripts / "inflight", "serve", "--port", "0"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

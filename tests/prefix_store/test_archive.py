@@ -39,6 +39,7 @@ def num_files(folder: Path) -> int:
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3_longrope"])
+@pytest.mark.thorough("llama")
 def test_another_folder_restores_what_one_computed(name: str, tmp_path: Path) -> None:
     model, options = zoo.build(name), {"block_size": 4}
     here, there = tmp_path / "here", tmp_path / "there"
@@ -105,6 +106,7 @@ def test_damaged_blocks_are_left_out(tmp_path: Path) -> None:
         assert said(output) == said(wanted)
 
 
+@pytest.mark.thorough
 def test_a_damaged_archive_gives_no_wrong_token(tmp_path: Path) -> None:
     model, rng = zoo.build("llama"), random.Random(1)
     expected = run(LLM(model, block_size=4, prefix_cache_dir=tmp_path / "here"))

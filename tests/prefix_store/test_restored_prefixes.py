@@ -42,6 +42,7 @@ def restored(llm: LLM) -> int:
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "phi3_longrope"])
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["", "int8", "bf16"])
+@pytest.mark.thorough("-llama", "bf16-gemma2", "int8-phi3")
 def test_a_restored_prefix_has_the_bits_of_a_computed_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = zoo.build(name)
     if "kv_cache_dtype" in options and name == "gpt_oss":
@@ -72,6 +73,7 @@ def test_random_requests_do_not_notice_a_folder(tmp_path: Path) -> None:
     assert llm.engine.stats().num_preemptions > 0
 
 
+@pytest.mark.thorough
 def test_damaged_folders_give_no_wrong_token(tmp_path: Path) -> None:
     expected = run(LLM(), [TEXT, TEXT + "Then"])
     run(LLM(prefix_cache_dir=tmp_path), [TEXT, TEXT + "Then"])

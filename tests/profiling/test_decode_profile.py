@@ -31,6 +31,7 @@ def profile(request: pytest.FixtureRequest) -> StepProfile:
     return profile_decode(engine_with(attention_backend=request.param), 2, 40, 2)
 
 
+@pytest.mark.thorough("torch")
 def test_the_parts_are_complete_and_add_up_to_the_step(profile: StepProfile) -> None:
     assert [part.name for part in profile.parts] == PARTS
     assert all(part.seconds > 0 for part in profile.parts)

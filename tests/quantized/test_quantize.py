@@ -54,6 +54,7 @@ def saved(folder: Path, name: str) -> Path:
     ],
     ids=str,
 )
+@pytest.mark.thorough("qwen3_moe")
 def test_a_written_checkpoint_is_what_rounding_while_loading_makes(
     name: str, asked: dict[str, Any], quantization: dict[str, Any], tmp_path: Path
 ) -> None:

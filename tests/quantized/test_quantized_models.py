@@ -114,6 +114,7 @@ def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["gptq", "gptq in another order", "awq", "W8A8", "FP8 in blocks"])
 @pytest.mark.parametrize("model", [LLAMA, EXPERTS], ids=["llama", "experts"])
+@pytest.mark.thorough("llama", "qwen3]", "experts-awq")
 def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, model: Any, tmp_path: Path) -> None:
     quantise, settings = FORMATS[name]
     plain = AutoModelForCausalLM.from_pretrained(write(tmp_path, model, quantise, settings)).eval()

@@ -45,6 +45,7 @@ def run(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]]) -
     return got
 
 
+@pytest.mark.thorough("qwen3", "mixtral")
 def test_ranks_give_what_the_plain_model_gives(engine: Engine, request: pytest.FixtureRequest) -> None:
     name = request.node.callspec.params["engine"]
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=0)

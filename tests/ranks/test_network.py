@@ -52,6 +52,7 @@ def rank_at(address: str, **environment: str) -> Iterator["subprocess.Popen[str]
             process.kill()
 
 
+@pytest.mark.thorough
 def test_ranks_on_a_network_give_the_bits_of_ranks_on_a_machine(llama: str, address: str) -> None:
     options = {"tensor_parallel_size": 2, "num_blocks": 60, "max_num_batched_tokens": 16}
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=30, ignore_eos=True, logprobs=0)
@@ -63,6 +64,7 @@ def test_ranks_on_a_network_give_the_bits_of_ranks_on_a_machine(llama: str, addr
         assert run_all(engine, requests) == here
 
 
+@pytest.mark.thorough
 def test_a_rank_joins_again_and_when_it_leaves_the_next_engine_waits_for_another_one(llama: str, address: str) -> None:
     async def work() -> None:
         with rank_at(address) as rank:
@@ -80,6 +82,7 @@ def test_a_rank_joins_again_and_when_it_leaves_the_next_engine_waits_for_another
     run(work())
 
 
+@pytest.mark.thorough
 def test_who_has_another_key_is_refused(llama: str, address: str) -> None:
     config = EngineConfig(tensor_parallel_size=2, rank_address=address, num_blocks=60)
     with ThreadPoolExecutor() as pool:
@@ -99,6 +102,7 @@ def test_what_is_no_address_is_refused(address: str, llama: str, monkeypatch: py
         Engine(llama, EngineConfig(tensor_parallel_size=2, rank_address=address))
 
 
+@pytest.mark.thorough
 def test_without_a_key_nobody_joins(llama: str, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(KEY_VARIABLE)
     with pytest.raises(ModelError, match=f"need a key in {KEY_VARIABLE}"):

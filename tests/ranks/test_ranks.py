@@ -57,6 +57,7 @@ def plain() -> list[int]:
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("layer", [0, 1])
+@pytest.mark.thorough("0-Runtime")
 def test_a_step_that_rank_0_gives_up_leaves_the_ranks_fit(llama: str, error: type[BaseException], layer: int) -> None:
     """It is given up before the ranks have met, and between two meetings."""
     engine = engine_of(llama, record_forward=False)
@@ -79,6 +80,7 @@ def test_a_step_that_rank_0_gives_up_leaves_the_ranks_fit(llama: str, error: typ
 
 
 @pytest.mark.usefixtures("started_anew")
+@pytest.mark.thorough
 def test_a_step_fails_for_good_when_a_rank_is_gone(llama: str) -> None:
     before = children(os.getpid())
     engine = engine_of(llama)
@@ -108,6 +110,7 @@ def engine_pid(llm: AsyncLLM) -> int:
 
 
 @pytest.mark.usefixtures("started_anew")
+@pytest.mark.thorough
 def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> None:
     async def work() -> None:
         async with AsyncLLM(llama, **OPTIONS) as llm:
@@ -122,6 +125,7 @@ def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> Non
 
 
 @pytest.mark.usefixtures("started_anew")
+@pytest.mark.thorough
 def test_a_rank_that_is_killed_while_nothing_runs_costs_no_request(llama: str) -> None:
     async def work() -> None:
         async with AsyncLLM(llama, **OPTIONS) as llm:
@@ -136,6 +140,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_costs_no_request(llama: str) -
 
 
 @pytest.mark.usefixtures("started_anew")
+@pytest.mark.thorough
 def test_ranks_end_with_the_first_however_it_ends(llama: str) -> None:
     async def work() -> None:
         async with AsyncLLM(llama, **OPTIONS) as llm:
@@ -214,6 +219,7 @@ def test_a_loaded_model_is_refused() -> None:
 
 
 @pytest.mark.parametrize("quantization", ["int8", "int4"])
+@pytest.mark.thorough
 def test_rounded_weights_are_divided_as_they_are(quantization: str, tmp_path: Path) -> None:
     model = zoo.draw("llama", 8, 0)
     config = type(model.config)(
@@ -228,6 +234,7 @@ def test_rounded_weights_are_divided_as_they_are(quantization: str, tmp_path: Pa
 
 
 @pytest.mark.parametrize("is_tied", [False, True])
+@pytest.mark.thorough
 def test_a_vocabulary_that_ranks_cannot_divide_has_zeros_at_its_end(is_tied: bool, tmp_path: Path) -> None:
     model = zoo.draw("llama", 8, 0)
     config = type(model.config)(**model.config.to_dict() | {"vocab_size": 257, "tie_word_embeddings": is_tied})

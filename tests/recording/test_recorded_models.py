@@ -31,6 +31,7 @@ def bits(name: str, **options: Any) -> tuple[dict[int, Tensor], bool]:
 
 
 @pytest.mark.parametrize("name", sorted(zoo.ARCHITECTURES))
+@pytest.mark.thorough("gemma", "llama", "qwen3_moe")
 def test_every_architecture_has_the_bits_of_its_own_python(name: str) -> None:
     this_cpu.needs(torch.float32)
     recorded, is_recorded = bits(name, dtype="float32")
@@ -41,6 +42,7 @@ def test_every_architecture_has_the_bits_of_its_own_python(name: str) -> None:
 
 @pytest.mark.parametrize("precision", [name for name in PRECISIONS if name != "float32"])
 @pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2", "qwen3_moe"])
+@pytest.mark.thorough("llama", "qwen3_moe-int4]")
 def test_every_precision_has_the_bits_of_its_own_python(name: str, precision: str) -> None:
     needs(precision)
     options = PRECISIONS[precision]

@@ -105,6 +105,7 @@ def test_a_request_that_engines_die_of_ends_with_an_error(llm: LLM) -> None:
     assert idle(llm)
 
 
+@pytest.mark.thorough
 def test_a_stream_that_is_closed_leaves_nothing_and_others_go_on(llm: LLM, alone: LLM) -> None:
     greedy = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
     endless = llm.stream(PROMPTS, SamplingParams(max_tokens=900, ignore_eos=True))
@@ -120,6 +121,7 @@ def test_a_stream_that_is_closed_leaves_nothing_and_others_go_on(llm: LLM, alone
     assert idle(llm)
 
 
+@pytest.mark.thorough
 def test_an_exception_at_any_line_costs_other_streams_nothing(llm: LLM, alone: LLM) -> None:
     """As `tests/test_torn_engines.py` has it, for the bookkeeping of replicas."""
     held_params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, n=2, ignore_eos=True)

@@ -167,6 +167,7 @@ def test_if_one_is_killed_its_requests_fail_and_all_others_are_served(llm: Async
     run(check())
 
 
+@pytest.mark.thorough
 def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> None:
     model = Path(shutil.copytree(DEMO_MODEL, tmp_path / "model"))
     params = SamplingParams(temperature=0, max_tokens=30)

@@ -65,6 +65,7 @@ def check(rows: list[dict[str, Any]], expected: list[str]) -> None:
     assert [row["generated_text"] for row in sorted(rows, key=lambda row: row["id"])] == expected
 
 
+@pytest.mark.thorough
 def test_what_a_row_may_ask_for(cluster: Any, llm: LLM) -> None:
     shape = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"]}
     schema = {"json_schema": json.dumps(shape | {"additionalProperties": False})}
@@ -109,6 +110,7 @@ def test_what_a_row_may_ask_for(cluster: Any, llm: LLM) -> None:
         build_processor(config())(ray.data.from_items(rows[4:5])).take_all()
 
 
+@pytest.mark.thorough
 def test_the_class_alone(cluster: Any, llm: LLM) -> None:
     rows = [{"id": number, "prompt": prompt} for number, prompt in enumerate(prompts(30))]
     answered = ray.data.from_items(rows).map_batches(

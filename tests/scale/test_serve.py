@@ -167,6 +167,7 @@ def test_scales_with_its_queue_and_finishes_what_runs_on_what_it_gives_up(expect
         run(work(address))
 
 
+@pytest.mark.thorough
 def test_requests_that_begin_alike_go_to_the_same_replica() -> None:
     with cluster_of(2), serving(routing="prefix", deployment={"num_replicas": 2}) as address:
         client = openai.OpenAI(base_url=f"{address}/v1", api_key="none", max_retries=0)

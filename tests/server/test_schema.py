@@ -15,6 +15,7 @@ NUM_EXAMPLES = 5
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
+@pytest.mark.thorough("negative")
 def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMode) -> None:
     server.complete(prompt="a", max_tokens=1)  # this loads the model
     ask_anything(server.url, mode)

@@ -155,6 +155,7 @@ def test_an_address_that_cannot_be_bound_is_reported_in_one_sentence() -> None:
     assert not done.stdout
 
 
+@pytest.mark.thorough
 def test_an_idle_connection_stays_open_for_longer_than_clients_keep_theirs_or_for_as_long_as_is_asked() -> None:
     assert OperatorSettings().timeout_keep_alive >= 95
     with (
@@ -205,6 +206,7 @@ def test_a_folder_without_a_tokenizer_is_said(
     assert "has no tokenizer: only token ids are taken and given" in caplog.text
 
 
+@pytest.mark.thorough
 def test_the_command_can_be_ended_while_the_model_loads() -> None:
     command = [sys.executable, "-m", "inflight", "serve", "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -218,6 +220,7 @@ def test_the_command_can_be_ended_while_the_model_loads() -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.thorough
 def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Path) -> None:
     model = shutil.copytree(DEMO_MODEL, tmp_path / "mine")
     record = tmp_path / "steps.jsonl"

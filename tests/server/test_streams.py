@@ -33,6 +33,7 @@ LONG: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 1000, "ignore_eos": T
     ],
 )
 @pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.thorough("False")
 def test_a_client_that_leaves_aborts_its_request(
     monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], first: bytes, is_stream: bool
 ) -> None:
@@ -212,6 +213,7 @@ def narrow_server() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.mark.thorough
 def test_a_slow_reader_gets_everything_and_delays_no_other_client(
     narrow_server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -58,6 +58,7 @@ def weak_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
+@pytest.mark.thorough("0.0")
 def test_the_same_model_guesses_everything(temperature: float) -> None:
     """At any temperature: it takes the random number that the model will take."""
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=1, max_tokens=100, logprobs=2, ignore_eos=True)
@@ -76,6 +77,7 @@ def test_the_same_model_guesses_everything(temperature: float) -> None:
     ids=["roomy", "preemption"],
 )
 @pytest.mark.parametrize("is_weak", [False, True], ids=["strong", "weak"])
+@pytest.mark.thorough
 def test_random_requests_do_not_notice_a_draft(options: dict[str, Any], is_weak: bool, weak_draft: Path) -> None:
     prompts, params = random_requests(NUM_REQUESTS, f"draft {is_weak} {options}")
     expected = generate(LLM(**options, speculation="off"), prompts, params)

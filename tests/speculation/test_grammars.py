@@ -35,6 +35,7 @@ def engines(name: str) -> tuple[LLM, LLM]:
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
+@pytest.mark.thorough("straddling")
 def test_guesses_change_nothing_in_any_grammar(name: str) -> None:
     plain, guessing = engines(name)
 

@@ -60,6 +60,7 @@ def guesses_of_transformers(folder: Path, prompt: list[int]) -> dict[int, int]:
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
+@pytest.mark.thorough("glm4_moe]")
 def test_it_guesses_what_transformers_guesses(model_type: str, tmp_path: Path) -> None:
     draw_checkpoint(tmp_path, model_type)
     expected = LLM(tmp_path, dtype="float32", speculation="off").generate(prompts(), GREEDY, use_tqdm=False)
@@ -89,6 +90,7 @@ def test_it_guesses_what_transformers_guesses(model_type: str, tmp_path: Path) -
 
 @pytest.mark.parametrize("model_type", ["deepseek_v3", "mellum"])
 @pytest.mark.parametrize("options", [{}, {"dtype": "bfloat16"}, {"quantization": "int8"}], ids=["", "bf16", "int8"])
+@pytest.mark.thorough("int8-deepseek")
 def test_a_head_that_foretells_is_right(model_type: str, options: dict[str, Any], tmp_path: Path) -> None:
     draw_checkpoint(tmp_path, model_type, foretells=True)
     options = {"dtype": "float32", **options}
@@ -105,6 +107,7 @@ def test_a_head_that_foretells_is_right(model_type: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("foretells", [False, True], ids=["wrong", "right"])
+@pytest.mark.thorough
 def test_preemption_shared_prefixes_and_forks_do_not_notice_a_head(foretells: bool, tmp_path: Path) -> None:
     draw_checkpoint(tmp_path, "glm4_moe", foretells=foretells)
     asked = [{"prompt_token_ids": PROMPTS[0][:20] + PROMPTS[each % 3]} for each in range(12)]

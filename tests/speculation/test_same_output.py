@@ -28,6 +28,7 @@ NUM_REQUESTS = 60
 
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
+@pytest.mark.thorough("float32", "int8]")
 def test_random_requests_do_not_notice_guesses(name: str) -> None:
     options = CONFIGURATIONS[name]
     prompts, params = random_requests(NUM_REQUESTS, name)
@@ -45,6 +46,7 @@ def test_random_requests_do_not_notice_guesses(name: str) -> None:
 
 
 @pytest.mark.parametrize("speculation", ["auto", "lookup", "grammar"])
+@pytest.mark.thorough
 def test_its_own_guessers_change_nothing(speculation: str) -> None:
     prompts, params = random_requests(NUM_REQUESTS, speculation)
     expected = generate(LLM(), prompts, params)
@@ -54,6 +56,7 @@ def test_its_own_guessers_change_nothing(speculation: str) -> None:
             assert said(output) == said(wanted)
 
 
+@pytest.mark.thorough
 def test_a_prediction_saves_steps_and_changes_nothing() -> None:
     params = SamplingParams(temperature=0.8, seed=3, max_tokens=60, logprobs=2)
     (plain,) = LLM(speculation="off").generate("Once upon a time", params, use_tqdm=False)
@@ -74,6 +77,7 @@ def test_a_request_that_asks_for_no_guesses_gets_none() -> None:
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "phi3_longrope", "deepseek_v3"])
+@pytest.mark.thorough("gpt2", "gemma2")
 def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
     """Windows, sinks, soft caps, experts, latent attention and LongRoPE's border, which sequences cross here."""
     model, tokenizer = zoo.build(name), byte_level().inner
@@ -93,6 +97,7 @@ def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
 
 
 @pytest.mark.parametrize("stop", [None, "time"])
+@pytest.mark.thorough
 def test_a_sequence_that_fails_after_accepted_guesses_ends_alone(
     stop: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +136,7 @@ def test_a_sequence_that_fails_after_accepted_guesses_ends_alone(
     llm.engine.scheduler.block_pool.check([])
 
 
+@pytest.mark.thorough
 def test_a_grammar_over_its_limits_after_accepted_guesses_ends_alone() -> None:
     llm = LLM()
     make_rows_free(llm.engine)
@@ -150,6 +156,7 @@ def test_a_model_that_cannot_take_back_says_so() -> None:
     assert info.speculation.startswith("off: a model that runs as rows")
 
 
+@pytest.mark.thorough
 def test_what_was_guessed_is_counted_and_recorded() -> None:
     prompts, params = random_requests(NUM_REQUESTS, "counted")
     expected = generate(LLM(), prompts, params)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import httpx2
 import openai
+import pytest
 
 from inflight.demo_model import DEMO_MODEL
 from tests.server.models.serving import wait_for
@@ -52,6 +53,7 @@ def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.thorough
 def test_one_model_may_be_unloaded_when_it_is_idle() -> None:
     with served_at("--idle-unload", "0.05s", "--num-blocks", "200") as (process, name, url):
         assert name == "inflight-demo"

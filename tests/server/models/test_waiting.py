@@ -38,6 +38,7 @@ def last_error(path: str, event: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
+@pytest.mark.thorough("messages")
 def test_a_stream_is_kept_alive_while_its_model_is_loaded(
     folders: dict[str, str], gates: Gates, path: str, body: dict[str, Any]
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_stream_is_kept_alive_while_its_model_is_loaded(
 
 
 @pytest.mark.parametrize(("path", "body"), STREAMS)
+@pytest.mark.thorough
 def test_an_error_after_a_comment_is_the_last_event(
     folders: dict[str, str], gates: Gates, path: str, body: dict[str, Any], tmp_path: Path
 ) -> None:
@@ -97,6 +99,7 @@ def test_a_client_that_leaves_while_it_waits_is_forgotten(folders: dict[str, str
         wait_for(lambda: server.samples.get(aborted) == 1.0)
 
 
+@pytest.mark.thorough
 def test_a_request_that_comes_while_its_model_is_unloaded_waits_for_the_next_load(
     folders: dict[str, str], gates: Gates
 ) -> None:
@@ -112,6 +115,7 @@ def test_a_request_that_comes_while_its_model_is_unloaded_waits_for_the_next_loa
         assert red.result()["model"] == "red"
 
 
+@pytest.mark.thorough
 def test_a_model_that_is_used_is_not_unloaded(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
     step = Engine.step
@@ -137,6 +141,7 @@ def test_a_model_that_is_used_is_not_unloaded(folders: dict[str, str], monkeypat
             assert red.result()["model"] == "red"
 
 
+@pytest.mark.thorough
 def test_a_model_that_cannot_be_loaded_fails_its_own_requests(
     folders: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +170,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_requests(
         assert server.samples["inflight:model_load_failures_total", "broken"] == 1
 
 
+@pytest.mark.thorough
 def test_a_model_whose_engine_is_lost_is_loaded_anew(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> None:
         raise KeyError("lost")
@@ -181,6 +187,7 @@ def test_a_model_whose_engine_is_lost_is_loaded_anew(folders: dict[str, str], mo
         assert server.samples["inflight:engine_crashes_total", "red"] == 1
 
 
+@pytest.mark.thorough
 def test_a_load_that_takes_longer_than_a_request_may_take_goes_on_without_it(
     folders: dict[str, str], gates: Gates
 ) -> None:
@@ -191,6 +198,7 @@ def test_a_load_that_takes_longer_than_a_request_may_take_goes_on_without_it(
         wait_for(lambda: server.states["red"] == "loaded")
 
 
+@pytest.mark.thorough
 def test_lines_of_batch_jobs_name_their_models(folders: dict[str, str], tmp_path: Path) -> None:
     models = {**folders, "gone": str(tmp_path / "gone")}
     names = ["red", "green", "blue", "red", "gone", "other"]

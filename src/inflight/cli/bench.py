@@ -8,6 +8,9 @@ from inflight.cli.bench_serve import serve
 from inflight.cli.help import Group, Option
 from inflight.cli.options import MODEL, quiet_libraries
 
+MAX_SECONDS = 150.0
+"""Of `bench static`, by default, after the warm-up."""
+
 
 @click.group(cls=Group)
 def bench() -> None:
@@ -16,8 +19,16 @@ def bench() -> None:
 
 
 @bench.command()
-@click.option("--rounds", type=click.IntRange(min=1), default=3, help="Rounds over all methods; medians are shown.")
-@click.option("--requests", type=click.IntRange(min=1), default=32, help="Requests in each round.")
+@click.option(
+    "--rounds",
+    type=click.IntRange(min=1),
+    help="Rounds over all methods; medians are shown.  [default: as many as take three minutes, at most 3]",
+)
+@click.option(
+    "--requests",
+    type=click.IntRange(min=1),
+    help="Requests in each round.  [default: as many as take three minutes, 8 to 32]",
+)
 @click.option("--dtype", type=click.Choice(("float32", "bfloat16")), default="float32", help="For weights and cache.")
 @click.option("--threads", type=click.IntRange(min=1), help="Torch threads.  [default: torch's choice]")
 @click.option(
@@ -27,14 +38,14 @@ def bench() -> None:
     heading=MODEL,
     help="Hub id or folder of the model.  [default: GPT-2's shape with random weights]",
 )
-def static(rounds: int, requests: int, dtype: str, threads: int | None, model: str | None) -> None:
+def static(rounds: int | None, requests: int | None, dtype: str, threads: int | None, model: str | None) -> None:
     """Compare static waves, padded and ragged batches and the engine on this machine.
 
     All run greedily with 8 slots on GPT-2's shape (124 M parameters) with random weights, or on another model. First 32
     requests of 7 tokens, of which every eighth generates 100 tokens and the others 10. Then 32 requests that share 512
     tokens, have 16 of their own and generate 32: by two lessons, and by the engine when it knows nothing (cold), has
-    the 512 in its cache (warm), or in files (disk). The generated tokens are compared, too. A round takes minutes on
-    two cores; --requests 8 takes a quarter of it.
+    the 512 in its cache (warm), or in files (disk). The generated tokens are compared, too. On a slow machine there are
+    fewer requests and rounds.
     """
     import torch
     import transformers
@@ -57,6 +68,12 @@ def static(rounds: int, requests: int, dtype: str, threads: int | None, model: s
         highlight=False,
         markup=False,
     )
+    fitting_rounds, fitting_requests, seconds = static_bench.size_for(contender, MAX_SECONDS)
+    if rounds is None and requests is None:
+        size = f"{fitting_rounds} rounds of {fitting_requests} requests"
+        about = f"about {max(1, round(seconds / 60))} minutes"
+        progress_console.print(f"{size} take {about}", style="dim", highlight=False)
+    rounds, requests = rounds or fitting_rounds, requests or fitting_requests
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(
         *columns,

@@ -83,6 +83,37 @@ def sharing_requests(count: int, vocab_size: int) -> list[LessonRequest]:
     return [LessonRequest(prefix + suffix, NUM_SHARED_NEW_TOKENS) for suffix in suffixes]
 
 
+SIZES = ((3, 32), (1, 32), (1, 16), (1, 8))
+"""Rounds and requests, the best first."""
+
+
+def size_for(model: PreTrainedModel, max_seconds: float) -> tuple[int, int, float]:
+    """The best rounds and requests that take no longer, or the fewest, and the seconds that they take: about, by how
+    long a wave's step and a prompt take here."""
+    step = _seconds_of(model, NUM_SLOTS, 1)
+    prompt = _seconds_of(model, 1, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
+
+    def seconds(rounds: int, requests: int) -> float:
+        rungs = 3 * requests / NUM_SLOTS * 100 * step  # of five methods: all waves run for the longest, others do not
+        shared = (requests + 4) * prompt + 5 * NUM_SHARED_NEW_TOKENS * step * max(1, requests / NUM_SLOTS)
+        return rounds * (rungs + shared)
+
+    fitting = [size for size in SIZES if seconds(*size) <= max_seconds] or [SIZES[-1]]
+    return *fitting[0], seconds(*fitting[0])
+
+
+@torch.inference_mode()
+def _seconds_of(model: PreTrainedModel, num_rows: int, num_tokens: int) -> float:
+    """Of a forward pass, the better of two."""
+    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        model(input_ids=tokens, use_cache=False)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)
+
+
 @dataclass(frozen=True, slots=True)
 class Comparison:
     """Methods that run the same requests.

@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.load import load_model
-from inflight.execution.hf.source import checkpoint_files
 from inflight.execution.kernels import library
 from inflight.execution.preparation import packed_way, proof, verdict
 from inflight.execution.preparation.choice import EARLIER, Preparation
@@ -119,7 +118,7 @@ def test_it_goes_with_gguf_files(kind: str, proofs: list[str], tmp_path: Path) -
 def key(folder: Path, **options: Any) -> str | None:
     config = EngineConfig(**options)
     model = load_model(folder, config)
-    return preparation_key(model, config, checkpoint_files(folder, config, model.config))
+    return preparation_key(model, config, folder)
 
 
 def test_the_key_changes_with_each_of_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from inflight.execution.hf.load import (
     own_tensors,
     resolve_dtype,
 )
-from inflight.execution.hf.source import checkpoint_files, first_line, read_config
+from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
 from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
@@ -113,23 +113,23 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
     else:
         checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
     model = load_model(source, config, in_own_dtype=rounding_of(config) is not None)
-    is_listed = not isinstance(source, PreTrainedModel) and type(model).__module__.startswith("transformers.models.")
+    is_callers = isinstance(source, PreTrainedModel)
+    is_listed = not is_callers and type(model).__module__.startswith("transformers.models.")
     cache, key = ResultCache.of_the_user(Preparation), None
     if is_listed and rank is None and cache.keeps and model.device.type == "cpu":
-        key = preparation_key(model, config, checkpoint_files(source, config, model.config))
+        key = preparation_key(model, config, source)
     known = None if config.verify else cache.find(key)
     digest = None if config.prefix_cache_dir is None else digest_of_weights(model)
-    is_loaded_here = model.device.type == "cpu" and not isinstance(source, PreTrainedModel)  # no caller's memory
+    is_loaded_here = model.device.type == "cpu" and not is_callers  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    is_callers = isinstance(source, PreTrainedModel)
     dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
-    round_as_asked(model, config, dtype, let_go_of_file_pages if is_loaded_here else None)
+    let_go = let_go_of_file_pages if is_loaded_here else None
+    round_as_asked(model, config, dtype, let_go)
     why_not = find_format(config.quantization).why_unusable(model)
     if config.quantization is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization!r} {why_not}")
     if config.adapters is not None:
         make_embedding_adaptable(model)
-    let_go = let_go_of_file_pages if is_loaded_here else None
     with _as_stale(known):
         choice = choose_executor(model, config, let_go, rank=rank, known=known, is_listed=is_listed)
     if is_loaded_here:

@@ -12,7 +12,6 @@ import logging
 import os
 import platform
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -23,6 +22,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.execution.hf.hook import attention_in_use
+from inflight.execution.hf.source import checkpoint_files
 from inflight.execution.kernels import kernels_in_use, library
 from inflight.execution.threads import num_threads
 from inflight.execution.weights.prepacked_linear import can_prepack
@@ -100,11 +100,11 @@ def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
         return None
 
 
-def preparation_key(model: PreTrainedModel, config: EngineConfig, files: Sequence[Path]) -> str | None:
-    """A digest of everything that the preparation of a model, which was loaded from `files`, depends on; None if some
+def preparation_key(model: PreTrainedModel, config: EngineConfig, source: str | os.PathLike[str]) -> str | None:
+    """A digest of everything that the preparation of a model, which was loaded from `source`, depends on; None if some
     of it cannot be read."""
     try:
-        stats = {path.name: path.stat() for path in files}
+        stats = {path.name: path.stat() for path in checkpoint_files(source, config, model.config)}
         return _digest(
             model,
             config,

@@ -242,6 +242,12 @@ def test_operators_refuse_arguments_that_do_not_fit() -> None:
     assert fuzzer.accepted.keys() >= fuzzer.refused.keys(), "an operator that refuses everything is not tried at all"
 
 
+def test_operators_refuse_tensors_of_more_dimensions_than_they_can_hold() -> None:
+    assert torch.ops.inflight.activate(torch.ones([1] * 16), "relu", "none").shape == (1,) * 16
+    with pytest.raises(RuntimeError, match="16 dimensions here, not 17"):
+        torch.ops.inflight.activate(torch.ones([1] * 17), "relu", "none")
+
+
 def test_an_attention_call_keeps_its_step_to_its_memory() -> None:
     operators = torch.ops.inflight
     backend = CpuAttention(torch.float32, block_size=4)

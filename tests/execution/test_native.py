@@ -148,6 +148,7 @@ def test_a_wheel_with_kernels_needs_no_compiler_and_builds_nothing(package: Path
 
 
 @needs_avx2
+@pytest.mark.thorough
 def test_kernels_of_a_wheel_serve_a_torch_that_it_has_no_bridge_for(package: Path, tmp_path: Path) -> None:
     other, cache = tmp_path / "site", tmp_path / "cache"
     shutil.copytree(package, other)
@@ -159,6 +160,7 @@ def test_kernels_of_a_wheel_serve_a_torch_that_it_has_no_bridge_for(package: Pat
 
 
 @needs_avx2
+@pytest.mark.thorough
 def test_libraries_of_a_wheel_that_do_not_load_are_built_instead(package: Path, tmp_path: Path) -> None:
     broken = tmp_path / "site"
     shutil.copytree(package, broken)
@@ -169,6 +171,7 @@ def test_libraries_of_a_wheel_that_do_not_load_are_built_instead(package: Path, 
 
 
 @pytest.mark.skipif("avx512f" not in native.instruction_sets().split(), reason="others are tested as they are")
+@pytest.mark.thorough
 def test_a_cpu_without_avx512_gets_correct_kernels(package: Path) -> None:
     """Registers are half as wide and layouts differ; the tests of attention, layers and the sampler still pass."""
     names = (
@@ -242,6 +245,12 @@ def test_operators_refuse_arguments_that_do_not_fit() -> None:
     assert fuzzer.refused.total() > 300
     assert fuzzer.accepted.total() > 300
     assert fuzzer.accepted.keys() >= fuzzer.refused.keys(), "an operator that refuses everything is not tried at all"
+
+
+def test_operators_refuse_tensors_of_more_dimensions_than_they_can_hold() -> None:
+    assert torch.ops.inflight.activate(torch.ones([1] * 16), "relu", "none").shape == (1,) * 16
+    with pytest.raises(RuntimeError, match="16 dimensions here, not 17"):
+        torch.ops.inflight.activate(torch.ones([1] * 17), "relu", "none")
 
 
 def test_an_attention_call_keeps_its_step_to_its_memory() -> None:

@@ -9,7 +9,6 @@ namespace inflight {
 inline void check_strided(const Tensor& tensor, const char* name, int64_t dims) {
   CHECK(tensor.defined() && tensor.memory().is_dense(), name, " must be a dense tensor on the CPU");
   CHECK(tensor.dim() == dims, name, " must have ", dims, " dimensions, not ", tensor.dim());
-  CHECK(dims <= kMaxDims, name, " must have at most ", kMaxDims, " dimensions, not ", dims);
   CHECK(!tensor.memory().is_lazy(), name, " must not be a lazy view");
 }
 

@@ -27,19 +27,8 @@ from pathlib import Path
 
 import torch
 
-from inflight.execution.kernels.building import (
-    BRIDGE,
-    BRIDGE_FLAGS,
-    FLAGS,
-    KERNEL_FLAGS,
-    SOURCES,
-    TARGETS,
-    build_bridge,
-    build_kernels,
-    carried_bridge_name,
-    carried_kernels_name,
-    compiler,
-)
+from inflight.execution.kernels import building
+from inflight.execution.kernels.building import BRIDGE, FLAGS, SOURCES, TARGETS, compiler
 
 logger = logging.getLogger(__name__)
 
@@ -51,20 +40,18 @@ def load_library() -> str:
         OSError, RuntimeError: there are none, and none can be built or kept, or torch cannot load them.
     """
     carried = carried_kernels()
-    kernels, bridge = _loaded(carried), _loaded(SOURCES / carried_bridge_name())
-    missing: dict[str, Callable[[Path], None]] = {}
-    if kernels is None:
-        missing[kernels_name()] = lambda library: build_kernels(library, _native_flags())
+    kernels, bridge = _loaded(carried), _loaded(SOURCES / building.carried_bridge_name())
+    wanted: dict[str, Callable[[Path], None]] = {}
+    if is_native := kernels is None:
+        wanted[kernels_name()] = lambda library: building.build_kernels(library, _native_flags())
     if bridge is None:
-        missing[bridge_name()] = build_bridge
-    built = map(ctypes.CDLL, map(str, built_libraries(missing)))
-    name = carried.stem if carried and kernels else "native"
+        wanted[bridge_name()] = building.build_bridge
+    built = iter([ctypes.CDLL(str(library)) for library in built_libraries(wanted)])
     kernels, bridge = kernels or next(built), bridge or next(built)
     bridge.inflight_bridge.restype = ctypes.c_char_p
-    message = bridge.inflight_bridge(kernels.inflight_kernels)
-    if message:
+    if message := bridge.inflight_bridge(kernels.inflight_kernels):
         raise RuntimeError(message.decode())
-    return name
+    return carried.stem if carried and not is_native else "native"
 
 
 def carried_kernels() -> Path | None:
@@ -73,7 +60,7 @@ def carried_kernels() -> Path | None:
     if "amx_tile" in can and not _may_use_matrix_unit():
         can.remove("amx_tile")
     for target in reversed(TARGETS.get(platform.machine(), ())):
-        library = SOURCES / carried_kernels_name(target)
+        library = SOURCES / building.carried_kernels_name(target)
         if target.needs <= can and library.exists():
             return library
     return None
@@ -134,13 +121,13 @@ def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
 def kernels_name() -> str:
     """Of the kernels for this CPU. It differs whenever a build would."""
     sources = sorted({*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")} - {SOURCES / BRIDGE})
-    return f"kernels-{_digest(sources, FLAGS, KERNEL_FLAGS, _native_flags(), [instruction_sets()])}.so"
+    return f"kernels-{_digest(sources, FLAGS, building.KERNEL_FLAGS, _native_flags(), [instruction_sets()])}.so"
 
 
 def bridge_name() -> str:
     """Of the bridge to this torch, likewise."""
     torch_build = [torch.__version__, str(torch.version.git_version)]
-    return f"bridge-{_digest([SOURCES / BRIDGE, SOURCES / 'bridge.h'], FLAGS, BRIDGE_FLAGS, torch_build)}.so"
+    return f"bridge-{_digest([SOURCES / BRIDGE, SOURCES / 'bridge.h'], FLAGS, building.BRIDGE_FLAGS, torch_build)}.so"
 
 
 def _digest(sources: Iterable[Path], *others: Iterable[str]) -> str:

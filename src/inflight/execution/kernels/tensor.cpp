@@ -152,7 +152,7 @@ Tensor padded_rows(const Tensor& x, int64_t num_inputs, ScalarType dtype) {
 }
 
 Tensor empty(Sizes sizes, ScalarType dtype) {
-  CHECK(int64_t(sizes.size()) <= kMaxDims, "a tensor has more than ", kMaxDims, " dimensions");
+  CHECK(int64_t(sizes.size()) <= kMaxDims, "a tensor can have ", kMaxDims, " dimensions here, not ", sizes.size());
   InflightTensor raw;
   check_done(torch->empty(sizes.data(), int64_t(sizes.size()), int32_t(dtype), &raw));
   return {Memory::taken(raw.memory), raw};

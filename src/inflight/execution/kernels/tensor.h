@@ -147,8 +147,9 @@ class Tensor {
   Tensor() = default;
   explicit Tensor(const InflightTensor& raw) : Tensor(Memory::shared(raw.memory), raw) {}
   Tensor(Memory memory, const InflightTensor& raw) : memory_(std::move(memory)), data_(raw.data), dims_(raw.num_dims) {
-    std::copy_n(raw.sizes, std::min(dims_, kMaxDims), sizes_);
-    std::copy_n(raw.strides, std::min(dims_, kMaxDims), strides_);
+    CHECK(dims_ <= kMaxDims, "a tensor can have ", kMaxDims, " dimensions here, not ", dims_);
+    std::copy_n(raw.sizes, dims_, sizes_);
+    std::copy_n(raw.strides, dims_, strides_);
   }
   // In one piece, from the beginning of memory.
   Tensor(Memory memory, Sizes sizes);

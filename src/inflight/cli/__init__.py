@@ -24,6 +24,7 @@ from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
 from inflight.garbage_collection import end_without_garbage_collection
+from inflight.lean_imports import import_leanly
 
 HEADINGS = {
     "Run a model": ("generate", "batch", "chat", "serve", "rank", "info", "prepare", "quantize", "cache"),
@@ -71,6 +72,7 @@ for command in COMMANDS:
 
 def main() -> None:
     """Run the command line. A user's mistake prints one sentence and exits with 2; Ctrl-C exits with 130."""
+    import_leanly()
     try:
         app(standalone_mode=False)
     except click.ClickException as error:

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import xxhash
+
 from inflight.contracts.errors import ModelError
 from inflight.gguf.parts import parts_of
 
@@ -132,11 +134,25 @@ class GgufHeader:
         return count if type(count) is int and count > 1 else 1
 
 
+MAX_LAST = 8
+_last: dict[tuple[Path, int], tuple[int, bytes, int, GgufHeader]] = {}
+"""What was read last, by path and longest array: the bytes of the header, their digest, the file's size, the header.
+(One start reads a header several times, and a vocabulary takes a tenth of a second.)"""
+
+
 def _read(path: Path, longest: int) -> GgufHeader:
     """The header of one file alone."""
     try:
         with open(path, "rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-            return _Reader(path, memoryview(content), longest).header()
+            end, digest, size, header = _last.get((path, longest), (0, b"", -1, None))
+            if header is not None and size == len(content) and digest == xxhash.xxh3_128_digest(content[:end]):
+                return header
+            reader = _Reader(path, memoryview(content), longest)
+            header = reader.header()
+            if len(_last) > MAX_LAST:
+                _last.clear()
+            _last[path, longest] = reader.end, xxhash.xxh3_128_digest(content[: reader.end]), len(content), header
+            return header
     except (OSError, ValueError) as error:  # mmap refuses an empty file
         raise ModelError(f"{str(path)!r} cannot be read: {error}") from error
 
@@ -168,11 +184,13 @@ class _Reader:
         self._content = content
         self._longest = longest  # of the arrays that are read
         self._at = 0
+        self.end = 0
 
     def header(self) -> GgufHeader:
         try:
             return self._header()
         finally:
+            self.end = self._at
             self._content.release()
 
     def _header(self) -> GgufHeader:

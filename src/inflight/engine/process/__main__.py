@@ -16,6 +16,7 @@ from inflight.engine.process.protocol import Commands, Event, read_command, read
 from inflight.engine.python_process import take_over_standard_streams
 from inflight.engine.ranks.local_ranks import start_early
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
+from inflight.lean_imports import import_leanly
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
@@ -30,6 +31,7 @@ of its operators, a hundred times, and each time waits as long to get it back.""
 
 
 def main() -> int:
+    import_leanly()
     sys.setswitchinterval(SWITCH_INTERVAL)
     incoming, outgoing = take_over_standard_streams()
     asked = read_load(incoming)

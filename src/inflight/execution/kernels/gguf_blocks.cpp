@@ -139,38 +139,53 @@ void take_mxfp4(const uint8_t* from, Block& to) {
   take_halves(from + 1, 16, to.numbers);
 }
 
-struct BlockType {
-  std::string_view kind;
-  int64_t inputs, bytes;
-  void (*take)(const uint8_t*, Block&);
-};
-
-constexpr BlockType kTypes[] = {
-    {"Q4_0", 32, 18, take_q4_0},    {"Q4_1", 32, 20, take_q4_1},      {"Q5_0", 32, 22, take_q5_0},
-    {"Q5_1", 32, 24, take_q5_1},    {"Q8_0", 32, 34, take_q8_0},      {"Q3_K", 256, 110, take_q3_k},
-    {"Q4_K", 256, 144, take_q4_k},  {"Q5_K", 256, 176, take_q5_k},    {"Q6_K", 256, 210, take_q6_k},
-    {"IQ4_NL", 32, 18, take_q4_0},  {"IQ4_XS", 256, 136, take_iq4_xs}, {"MXFP4", 32, 17, take_mxfp4},
-};
-
 bool is_finite(uint32_t scale, int64_t bytes) {
   return bytes == 4 ? std::isfinite(std::bit_cast<float>(scale)) : (scale & kHalfExponent) != kHalfExponent;
 }
 
-void write_block(const Grouped& layout, const Block& block, int64_t output, uint8_t* run) {
-  if (layout.scale_bytes == 4) {
-    store(run + 4 * output, block.coarse);
-  } else {
-    store(run + 2 * output, uint16_t(block.coarse));
+// Takes the blocks of a panel's outputs at one place, and writes them as its run. Returns whether their scales are finite.
+template <auto kTake, int kBits>
+bool pack_run(const Grouped& layout, const uint8_t* const* rows, int64_t num_rows, int64_t offset, uint8_t* run) {
+  Block block;
+  block.scale_bytes = layout.scale_bytes;
+  bool are_finite = true;
+  for (int64_t output = 0; output < num_rows; ++output) {
+    block.minimum = 0;
+    kTake(rows[output] + offset, block);
+    are_finite &= is_finite(block.coarse, layout.scale_bytes) && is_finite(block.minimum, layout.scale_bytes);
+    if (layout.scale_bytes == 4) store(run + 4 * output, block.coarse);
+    else store(run + 2 * output, uint16_t(block.coarse));
     if (layout.minima) store(run + 2 * (kPanelOutputs + output), uint16_t(block.minimum));
+    uint8_t* chunk = run + layout.head_bytes();
+    for (int64_t c = 0; c < layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
+      for (int64_t part = 0; part < layout.fine; ++part)
+        chunk[part * kPanelOutputs + output] = uint8_t(block.fine[c * layout.fine + part]);
+      if (layout.minima_bytes()) chunk[layout.fine_bytes() + output] = uint8_t(block.fine_minima[c]);
+      write_numbers<kBits>(chunk + layout.fine_bytes() + layout.minima_bytes(), output, block.numbers + kChunk * c);
+    }
   }
-  uint8_t* chunk = run + layout.head_bytes();
-  for (int64_t c = 0; c < layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
-    for (int64_t part = 0; part < layout.fine; ++part)
-      chunk[part * kPanelOutputs + output] = uint8_t(block.fine[c * layout.fine + part]);
-    if (layout.minima_bytes()) chunk[layout.fine_bytes() + output] = uint8_t(block.fine_minima[c]);
-    write_numbers(layout, chunk + layout.fine_bytes() + layout.minima_bytes(), output, block.numbers + kChunk * c);
-  }
+  return are_finite;
 }
+
+struct BlockType {
+  std::string_view kind;
+  int64_t inputs, bytes, bits;
+  bool (*pack_run)(const Grouped&, const uint8_t* const*, int64_t, int64_t, uint8_t*);
+};
+
+template <auto kTake, int kBits>
+constexpr BlockType type_of(std::string_view kind, int64_t inputs, int64_t bytes) {
+  return {kind, inputs, bytes, kBits, pack_run<kTake, kBits>};
+}
+
+constexpr BlockType kTypes[] = {
+    type_of<take_q4_0, 4>("Q4_0", 32, 18),     type_of<take_q4_1, 4>("Q4_1", 32, 20),
+    type_of<take_q5_0, 5>("Q5_0", 32, 22),     type_of<take_q5_1, 5>("Q5_1", 32, 24),
+    type_of<take_q8_0, 8>("Q8_0", 32, 34),     type_of<take_q3_k, 6>("Q3_K", 256, 110),
+    type_of<take_q4_k, 4>("Q4_K", 256, 144),   type_of<take_q5_k, 5>("Q5_K", 256, 176),
+    type_of<take_q6_k, 6>("Q6_K", 256, 210),   type_of<take_q4_0, 4>("IQ4_NL", 32, 18),
+    type_of<take_iq4_xs, 4>("IQ4_XS", 256, 136), type_of<take_mxfp4, 4>("MXFP4", 32, 17),
+};
 
 }  // namespace
 
@@ -178,7 +193,9 @@ Tensor pack_blocks(std::string_view kind, Sizes words, const std::vector<Tensor>
   const Grouped layout(words);
   const auto* type = std::find_if(std::begin(kTypes), std::end(kTypes), [&](const auto& each) { return each.kind == kind; });
   CHECK(type != std::end(kTypes), "there is no type '", kind, "' of blocks");
-  CHECK(layout.coarse == type->inputs, "a block of ", kind, " has ", type->inputs, " inputs, not ", layout.coarse);
+  CHECK(layout.coarse == type->inputs && layout.bits == type->bits && layout.chunks() * layout.fine <= 16 &&
+            (!layout.minima || layout.scale_bytes == 2),
+        "blocks of ", kind, " do not lie in this way");
   check_whole(rows, "row numbers", 2, kLong);
   check_size(rows, "row numbers", 0, int64_t(blocks.size()));
   CHECK(rows.numel() > 0, "a layer must have inputs and outputs");
@@ -202,17 +219,13 @@ Tensor pack_blocks(std::string_view kind, Sizes words, const std::vector<Tensor>
   Tensor panels = zeros({num_panels, num_runs * layout.run_bytes()}, kByte);
   std::atomic<bool> are_finite{true};
   for_each_range(num_panels, 1, [&](int64_t begin, int64_t end) {
-    Block block{layout.scale_bytes};
-    for (int64_t panel = begin; panel < end; ++panel)
-      for (int64_t r = 0; r < num_runs; ++r) {
-        uint8_t* run = panels.data_ptr<uint8_t>() + panel * panels.size(1) + r * layout.run_bytes();
-        for (int64_t output = 0; output < std::min<int64_t>(kPanelOutputs, out - panel * kPanelOutputs); ++output) {
-          type->take(row_blocks[panel * kPanelOutputs + output] + r * type->bytes, block);
-          if (!is_finite(block.coarse, layout.scale_bytes) || !is_finite(block.minimum, layout.scale_bytes))
-            are_finite.store(false, std::memory_order_relaxed);
-          write_block(layout, block, output, run);
-        }
-      }
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t first = panel * kPanelOutputs, num_rows = std::min<int64_t>(kPanelOutputs, out - first);
+      uint8_t* own = panels.data_ptr<uint8_t>() + panel * panels.size(1);
+      for (int64_t r = 0; r < num_runs; ++r)
+        if (!type->pack_run(layout, &row_blocks[first], num_rows, r * type->bytes, own + r * layout.run_bytes()))
+          are_finite.store(false, std::memory_order_relaxed);
+    }
   });
   CHECK(are_finite, "some scales are not finite");
   return panels;

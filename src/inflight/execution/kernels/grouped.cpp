@@ -94,20 +94,12 @@ Grouped::Grouped(Sizes layout)
 }
 
 void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers) {
-  const int64_t of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
-  uint8_t* own = to + output / kOutputsOfQuads * of_outputs + output % kOutputsOfQuads * 4;
-  constexpr int kQuads = kChunk / 4;
-  uint32_t quads[kQuads], high[2] = {};
-  std::memcpy(quads, numbers, sizeof quads);
-  for (int quad = 0; quad < kQuads; ++quad) {
-    if (layout.bits == 8) store(own + quad * 64, quads[quad]);
-    if (layout.bits == 5) high[0] |= (quads[quad] >> 4 & 0x01010101) << quad;
-    if (layout.bits == 6) high[quad / 4] |= (quads[quad] >> 4 & 0x03030303) << quad % 4 * 2;
+  switch (layout.bits) {
+    case 4: return write_numbers<4>(to, output, numbers);
+    case 5: return write_numbers<5>(to, output, numbers);
+    case 6: return write_numbers<6>(to, output, numbers);
+    default: return write_numbers<8>(to, output, numbers);
   }
-  if (layout.bits == 8) return;
-  for (int quad = 0; quad < kQuads; quad += 2)
-    store(own + quad * 32, (quads[quad] & 0x0f0f0f0f) | (quads[quad + 1] & 0x0f0f0f0f) << 4);
-  for (int part = 0; part < layout.bits - 4; ++part) store(own + 256 + part * 64, high[part]);
 }
 
 void check_grouped(const Grouped& layout, const Tensor& panels, int64_t out_features, int64_t in_features) {

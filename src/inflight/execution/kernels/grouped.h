@@ -14,6 +14,7 @@
 
 #include "tensor.h"
 
+#include <cstring>
 #include <optional>
 
 namespace inflight {
@@ -54,6 +55,24 @@ struct Grouped {
 };
 
 // Writes the numbers of a chunk's 32 inputs for one output to where a chunk has its numbers.
+template <int kBits>
+void write_numbers(uint8_t* to, int64_t output, const uint8_t* numbers) {
+  constexpr int64_t kOfOutputs = kOutputsOfQuads * kChunk * kBits / 8;
+  uint8_t* own = to + output / kOutputsOfQuads * kOfOutputs + output % kOutputsOfQuads * 4;
+  constexpr int kQuads = kChunk / 4;
+  uint32_t quads[kQuads], high[2] = {};
+  const auto store = [&](int64_t place, uint32_t quad) { std::memcpy(own + place, &quad, sizeof quad); };
+  std::memcpy(quads, numbers, sizeof quads);
+  for (int quad = 0; quad < kQuads; ++quad) {
+    if (kBits == 8) store(quad * 64, quads[quad]);
+    if (kBits == 5) high[0] |= (quads[quad] >> 4 & 0x01010101) << quad;
+    if (kBits == 6) high[quad / 4] |= (quads[quad] >> 4 & 0x03030303) << quad % 4 * 2;
+  }
+  if (kBits == 8) return;
+  for (int quad = 0; quad < kQuads; quad += 2)
+    store(quad * 32, (quads[quad] & 0x0f0f0f0f) | (quads[quad + 1] & 0x0f0f0f0f) << 4);
+  for (int part = 0; part < kBits - 4; ++part) store(256 + part * 64, high[part]);
+}
 void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers);
 
 // Refuses panels that are not `[out / 32, runs * run_bytes]` uint8 for a weight `[out, in]`.

@@ -466,4 +466,30 @@ void apply_to(const Linear& linear, const Tensor& x, const int32_t* adapter_of_r
   }
 }
 
+void pack_panels(const Tensor& weight, const Tensor& panels) {
+  check_whole(weight, "a weight", 2, panels.scalar_type());
+  check_whole(panels, "panels", 4, weight.scalar_type());
+  const int64_t num_outputs = weight.size(0), num_panels = (num_outputs + kPanelOutputs - 1) / kPanelOutputs;
+  const int64_t num_steps = panels.size(1), width = panels.size(3);
+  CHECK(width * panels.element_size() == sizeof(uint32_t), "what lies together in panels must have 4 bytes");
+  check_size(panels, "panels", 0, num_panels);
+  check_size(panels, "panels", 2, kPanelOutputs);
+  check_size(weight, "a weight", 1, num_steps * width);
+  const auto* from = static_cast<const uint32_t*>(weight.const_data_ptr());
+  auto* to = static_cast<uint32_t*>(panels.data_ptr());
+  constexpr int64_t kStepsAtOnce = 16;  // a line of the cache in each row
+  for_each_range(num_panels, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t panel = begin; panel < end; ++panel) {
+      const int64_t rows = std::min<int64_t>(kPanelOutputs, num_outputs - panel * kPanelOutputs);
+      const uint32_t* first = from + panel * kPanelOutputs * num_steps;
+      uint32_t* own = to + panel * kPanelOutputs * num_steps;
+      if (rows < kPanelOutputs) std::fill_n(own, kPanelOutputs * num_steps, 0);
+      for (int64_t step = 0; step < num_steps; step += kStepsAtOnce)
+        for (int64_t row = 0; row < rows; ++row)
+          for (int64_t s = step; s < std::min(num_steps, step + kStepsAtOnce); ++s)
+            own[s * kPanelOutputs + row] = first[row * num_steps + s];
+    }
+  });
+}
+
 }  // namespace inflight

@@ -37,6 +37,9 @@ struct Linear {
   void check_bias() const;
 };
 
+// Lays a weight `[out, in]` in one piece out in `panels` as above, which it fills.
+void pack_panels(const Tensor& weight, const Tensor& panels);
+
 // Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
 bool has_panels(ScalarType dtype);
 

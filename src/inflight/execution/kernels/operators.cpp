@@ -320,6 +320,7 @@ const InflightOperator operators[] = {
     anywhere<inflight::prefers_whole_numbers>("prefers_whole_numbers() -> bool"),
     anywhere<inflight::pack_grouped>("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, "
                                      "Tensor? coarse_minima, Tensor? fine_minima) -> Tensor"),
+    anywhere<inflight::pack_panels>("pack_panels(Tensor weight, Tensor panels) -> ()"),
     anywhere<inflight::pack_blocks>("pack_blocks(str kind, int[] layout, Tensor[] blocks, Tensor rows) -> Tensor"),
     anywhere<inflight::round_grouped>("round_grouped(int[] layout, Tensor weight) -> Tensor"),
     on_cpu<inflight::grouped_rows>("grouped_rows(int[] layout, Tensor panels, Tensor rows, int out_features, int "

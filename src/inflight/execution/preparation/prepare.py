@@ -157,10 +157,11 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
             step = digest_of_step(executor, config.block_size, info.num_blocks)
             if known is not None and step != known.step:
                 raise ModelError("a few tokens get other bits")
-        program = unlinked(executor) if isinstance(executor, PackedExecutor) else None
-        if known is None and (program is not None) == info.is_recorded:
-            found = Preparation(choice.verdict, choice.proved_on, choice.report, program, reason, step)
-            cache.keep(key, found)
+        if known is None:
+            program = unlinked(executor) if isinstance(executor, PackedExecutor) else None
+            if (program is not None) == info.is_recorded:
+                found = Preparation(choice.verdict, choice.proved_on, choice.report, program, reason, step)
+                cache.keep(key, found)
     return PreparedModel(model, executor, info, digest, adapters)
 
 

@@ -56,9 +56,5 @@ def panels_of(weight: torch.Tensor) -> torch.Tensor:
     panels = new_weight((-(-num_outputs // PANEL_OUTPUTS), num_steps, PANEL_OUTPUTS, width), weight.dtype)
     if num_inputs % width:
         weight = nn.functional.pad(weight, (0, num_steps * width - num_inputs))
-    num_whole = num_outputs // PANEL_OUTPUTS
-    whole, rest = weight[: num_whole * PANEL_OUTPUTS], weight[num_whole * PANEL_OUTPUTS :]
-    panels[:num_whole] = whole.view(num_whole, PANEL_OUTPUTS, num_steps, width).transpose(1, 2)
-    panels[num_whole:] = 0
-    panels[num_whole:, :, : len(rest)] = rest.view(len(rest), num_steps, width).transpose(0, 1)
+    torch.ops.inflight.pack_panels(weight.contiguous(), panels)
     return panels

@@ -67,12 +67,10 @@ def load_model(
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config, auto_class)
+            elif header is not None:
+                model = load_gguf_model(header, model_config, dtype)
             else:
-                with _without_random_weights():
-                    if header is not None:
-                        model = load_gguf_model(header, model_config, dtype)
-                    else:
-                        model = _pretrained_model(name, model_config, dtype, device, config, auto_class, spare)
+                model = _pretrained_model(name, model_config, dtype, device, config, auto_class, spare)
         model = model.to(device)
         if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
             for name, module in model.named_modules():
@@ -257,17 +255,6 @@ def _bars_that_leave() -> Iterator[None]:
         yield
     finally:
         logging.set_tqdm_hook(before)
-
-
-@contextmanager
-def _without_random_weights() -> Iterator[None]:
-    """Inside, embeddings are not drawn: without data torch does that in Python, and imports sympy for it. (What a
-    checkpoint lacks is an error.)"""
-    draw, torch.nn.init.normal_ = torch.nn.init.normal_, lambda tensor, *args, **options: tensor
-    try:
-        yield
-    finally:
-        torch.nn.init.normal_ = draw
 
 
 def _pretrained_model(

@@ -54,6 +54,7 @@ soak: $(READY)            ## the bookkeeping in random worlds and broken at ever
 	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.gguf.mutations --number 100_000
+	INFLIGHT_TEST_TRIAL=1 $(BIN)/python -m pytest tests/benchmarks/test_gpu_trial.py
 
 check: $(READY)           ## style, types, and the floors of the house
 	$(BIN)/ruff check .

@@ -1,6 +1,7 @@
 """The trial of what is written for GPUs, on a CPU: every stage runs, and failures and cuts leave what was reached."""
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,7 +13,7 @@ from tools import gpu_trial
 from tools.gpu_trial import Trial, lines_of, run_stage
 
 
-@pytest.mark.thorough
+@pytest.mark.skipif("INFLIGHT_TEST_TRIAL" not in os.environ, reason="takes a minute and a half; make soak runs it")
 def test_every_stage_runs_on_a_cpu_in_one_command(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tools.gpu_trial", "--device", "cpu", "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)

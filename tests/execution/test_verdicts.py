@@ -1,5 +1,6 @@
 """A proof on a twin holds for its model, and its verdict is cached until one of its inputs changes."""
 
+import os
 import random
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -14,7 +15,7 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
 from inflight.execution.hf.load import load_model
-from inflight.execution.preparation import choice, own_attention, packed_way, verdict
+from inflight.execution.preparation import choice, own_attention, packed_way, result_cache, verdict
 from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, ChosenExecutor, choose_executor
 from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.result_cache import ResultCache
@@ -239,6 +240,16 @@ def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
             assert verdicts.find("key") is None
     ResultCache(tmp_path, Way).keep("key", Way("rows"))  # another type, as of another version
     assert verdicts.find("key") is None
+
+
+def test_old_results_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(result_cache, "MAX_RESULTS", 2)
+    verdicts = ResultCache(tmp_path, Verdict)
+    for number in range(4):
+        verdicts.keep(str(number), Verdict(PACKED))
+        os.utime(tmp_path / str(number), ns=(number, number))
+    verdicts.keep("new", Verdict(PACKED))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "new"]
 
 
 def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from inflight.execution.kernels import cache_folder
 logger = logging.getLogger(__name__)
 
 CHECKSUM_BYTES = 16
+MAX_RESULTS = 256
+"""Of one type; those that were kept first go."""
 T = TypeVar("T")
 
 
@@ -69,6 +71,9 @@ class ResultCache(Generic[T]):
                 whole = Path(folder) / key
                 whole.write_bytes(xxhash.xxh3_128_digest(content) + content)
                 os.replace(whole, self._folder / key)
+            by_age = sorted(self._folder.iterdir(), key=lambda path: path.stat().st_mtime_ns)
+            for path in by_age[:-MAX_RESULTS]:
+                path.unlink(missing_ok=True)
         except OSError as error:
             logger.info("what preparation found cannot be kept: %s", error)
 

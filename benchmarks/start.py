@@ -48,7 +48,6 @@ def main() -> None:
         "# How long a model takes to start",
         "",
         f"Seconds beyond importing torch and transformers. {machine}.",
-        "",
     ]
     lines += ["", "| model | tree | first start | second start | (imports) |", "|---|---|---:|---:|---:|"]
     for model in arguments.models:

@@ -1,7 +1,10 @@
-"""A second start of the same files neither proves nor records, and gives the same bits; any change starts anew."""
+"""A second start of the same files neither proves nor records, and gives the same bits; any change proves again."""
 
+import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +16,15 @@ from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
+from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.load import load_model
-from inflight.execution.kernels import library
+from inflight.execution.kernels import cache_folder, library
 from inflight.execution.preparation import packed_way, proof, verdict
 from inflight.execution.preparation.choice import EARLIER, Preparation
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.recording import recorded_forward
+from inflight.quantization import quantize
 from tests import others, zoo
 from tests.execution import this_cpu
 from tests.gguf import files
@@ -115,6 +120,34 @@ def test_it_goes_with_gguf_files(kind: str, proofs: list[str], tmp_path: Path) -
     assert proofs, "another file"
 
 
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_moe"])
+def test_it_goes_with_quantised_checkpoints(name: str, proofs: list[str], tmp_path: Path) -> None:
+    this_cpu.needs(torch.uint8)
+    quantize(saved(zoo.build(name), tmp_path / "model"), tmp_path / "out", use_tqdm=False)
+    given = outputs(LLM(tmp_path / "out", dtype="float32"))
+    proofs.clear()
+    assert outputs(LLM(tmp_path / "out", dtype="float32")) == given
+    assert proofs == []
+
+
+@pytest.mark.thorough
+def test_it_goes_with_a_model_of_the_hub(tmp_path: Path) -> None:
+    """In its cache, as after a download."""
+    commit, repository = "a" * 40, tmp_path / "hub" / "models--org--tiny"
+    shutil.copytree(DEMO_MODEL, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    (tmp_path / "inflight").mkdir()
+    for each in cache_folder().glob("*.so"):
+        (tmp_path / "inflight" / each.name).symlink_to(each)
+    asked = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    environment = os.environ | asked | {"INFLIGHT_REMEMBER_VERDICTS": "1"}
+    command = [sys.executable, "-m", "inflight", "info", "org/tiny", "--json"]
+    done = [subprocess.run(command, capture_output=True, text=True, env=environment) for _ in range(2)]
+    proved = [json.loads(each.stdout)["proved_on"] for each in done]
+    assert proved == ["a float32 twin", f"a float32 twin{EARLIER}"]
+
+
 def key(folder: Path, **options: Any) -> str | None:
     config = EngineConfig(**options)
     model = load_model(folder, config)
@@ -139,6 +172,7 @@ def test_the_key_changes_with_each_of_its_inputs(tmp_path: Path, monkeypatch: py
         (verdict, "version", lambda name: "0.0"),
         (verdict, "SOURCES", tmp_path),
         (verdict, "kernels_in_use", lambda: "avx1024"),
+        (library, "kernels_name", lambda: "of another compiler"),
         (library, "instruction_sets", lambda: "avx1024"),
         (verdict, "num_threads", lambda: 77),
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),

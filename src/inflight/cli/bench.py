@@ -1,5 +1,6 @@
 """`inflight bench`: measures what continuous batching gains on this machine, and how a server performs under load."""
 
+import math
 import platform
 
 import click
@@ -9,7 +10,7 @@ from inflight.cli.help import Group, Option
 from inflight.cli.options import MODEL, quiet_libraries
 
 MAX_SECONDS = 150.0
-"""Of `bench static`, by default, after the warm-up."""
+"""Of the rounds of `bench static`, by default; half a minute of warm-up comes before them."""
 
 
 @click.group(cls=Group)
@@ -68,12 +69,9 @@ def static(rounds: int | None, requests: int | None, dtype: str, threads: int | 
         highlight=False,
         markup=False,
     )
-    fitting_rounds, fitting_requests, seconds = static_bench.size_for(contender, MAX_SECONDS)
-    if rounds is None and requests is None:
-        size = f"{fitting_rounds} rounds of {fitting_requests} requests"
-        about = f"about {max(1, round(seconds / 60))} minutes"
-        progress_console.print(f"{size} take {about}", style="dim", highlight=False)
-    rounds, requests = rounds or fitting_rounds, requests or fitting_requests
+    rounds, requests, seconds = static_bench.size_for(contender, MAX_SECONDS, rounds, requests)
+    size = f"{rounds} round{'s' * (rounds > 1)} of {requests} request{'s' * (requests > 1)}"
+    progress_console.print(f"{size}: about {math.ceil(seconds / 60)} min", style="dim", highlight=False)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(
         *columns,

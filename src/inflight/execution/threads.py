@@ -59,7 +59,7 @@ def torch_alone() -> Iterator[None]:
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Inside, all operators run on so many of torch's threads."""
+    """Inside, all operators run on this number of torch's threads."""
     before, own = torch.get_num_threads(), _of_steps.get()
     torch.set_num_threads(number)
     _use_own(0)

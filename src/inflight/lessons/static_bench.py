@@ -85,21 +85,26 @@ def sharing_requests(count: int, vocab_size: int) -> list[LessonRequest]:
 
 SIZES = ((3, 32), (1, 32), (1, 16), (1, 8))
 """Rounds and requests, the best first."""
+SPARE = 1.5
+"""How many times as long as estimated the rounds may take."""
 
 
-def size_for(model: PreTrainedModel, max_seconds: float) -> tuple[int, int, float]:
-    """The best rounds and requests that take no longer, or the fewest, and the seconds that they take: about, by how
-    long a wave's step and a prompt take here."""
+def size_for(
+    model: PreTrainedModel, max_seconds: float, rounds: int | None = None, requests: int | None = None
+) -> tuple[int, int, float]:
+    """Rounds and requests, as asked or else the best that take no longer than `max_seconds`, and the seconds that they
+    take: estimated from how long a wave's step and a prompt take here."""
     step = _seconds_of(model, NUM_SLOTS, 1)
     prompt = _seconds_of(model, 1, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
 
     def seconds(rounds: int, requests: int) -> float:
         rungs = 3 * requests / NUM_SLOTS * 100 * step  # of five methods: all waves run for the longest, others do not
         shared = (requests + 4) * prompt + 5 * NUM_SHARED_NEW_TOKENS * step * max(1, requests / NUM_SLOTS)
-        return rounds * (rungs + shared)
+        return SPARE * rounds * (rungs + shared)
 
-    fitting = [size for size in SIZES if seconds(*size) <= max_seconds] or [SIZES[-1]]
-    return *fitting[0], seconds(*fitting[0])
+    sizes = [(rounds or own_rounds, requests or own_requests) for own_rounds, own_requests in SIZES]
+    best = next((size for size in sizes if seconds(*size) <= max_seconds), sizes[-1])
+    return *best, seconds(*best)
 
 
 @torch.inference_mode()

@@ -83,7 +83,7 @@ struct InflightTorch {
   // Calls `work(data, begin, end)` for ranges that together are [0, size), on torch's threads.
   void (*parallel_for)(int64_t size, void (*work)(void* data, int64_t begin, int64_t end), void* data);
 
-  void* (*begin_range)(const char* name);  // for torch's profiler; null: nobody listens
+  void* (*begin_range)(const char* name);  // for torch's profiler; null: it does not listen
   void (*end_range)(void* range);
 
   const char* (*new_operator)(const char* name, const char* overload, const struct InflightArgument* arguments,

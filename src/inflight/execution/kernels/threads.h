@@ -43,7 +43,7 @@ inline void rest() {
 #endif
 }
 
-// While there is one, torch's profiler sees an event of this name. (A literal: nobody copies it.)
+// While there is one, torch's profiler sees an event of this name. (A literal: it is not copied.)
 class Range {
  public:
   explicit Range(const char* name) : range_(torch->begin_range(name)) {}

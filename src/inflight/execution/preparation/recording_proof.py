@@ -47,7 +47,7 @@ def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: 
 
 @torch.inference_mode()
 def digest_of_step(executor: Executor, block_size: int, num_blocks: int) -> bytes:
-    """A digest of the bits that an executor, whose cache nobody uses yet, gives for a few tokens."""
+    """A digest of the logits' bits that an executor, whose cache is still unused, gives for a few tokens: 16 bytes."""
     (batch,) = _batches(executor, block_size, num_blocks, in_two=False)
     logits = executor.forward(batch)
     executor.release([0])

@@ -113,6 +113,7 @@ def preparation_key(model: PreTrainedModel, config: EngineConfig, source: str | 
             options=asdict(config) | dict.fromkeys(OF_THE_SCHEDULER) | {"adapters": config.adapters is not None},
             environment=sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)),
             machine=(library.instruction_sets(), num_threads(), platform.machine()),
+            kernels=library.kernels_name() if kernels_in_use() == "native" else None,
         )
     except Exception as error:
         logger.debug("the preparation of %s cannot be cached: %r", type(model).__name__, error)

@@ -18,6 +18,7 @@ from torch.nn import functional
 from torch.utils._pytree import tree_map
 
 from inflight.execution.kernels import PANEL_OUTPUTS
+from inflight.execution.mapped_memory import new_weight
 
 CHUNK = 32
 """Inputs that are multiplied at a time."""
@@ -419,7 +420,7 @@ def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
     starts = [first.data_ptr() + sum(sizes[:number]) for number in range(len(panels))]
     storages = {each.untyped_storage().data_ptr() for each in panels}
     if len(storages) > 1 or [each.data_ptr() for each in panels] != starts:
-        return torch.cat(list(panels))
+        return torch.cat(list(panels), out=new_weight((sum(map(len, panels)), first.shape[1]), first.dtype))
     return first.as_strided((sum(map(len, panels)), first.shape[1]), first.stride())
 
 

@@ -4,8 +4,10 @@ need: to import them takes longer than all that we need of transformers.
 Only for processes that run nothing but inflight: the command line, and an engine beside its callers.
 """
 
+import functools
+import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
@@ -17,6 +19,38 @@ def _unchanged(function: Any = None, *args: Any, **options: Any) -> Any:
     return _unchanged if function is None else function
 
 
+SYMBOLIC = "torch.fx.experimental.symbolic_shapes"
+
+
+def _unless_symbolic(name: str, answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of `SYMBOLIC`, with its answer for plain numbers."""
+
+    def is_plain(value: Any) -> bool:
+        return all(map(is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (int, float))
+
+    def function(*values: Any) -> Any:
+        if is_plain(values):
+            return answer(*values)
+        _complete(sys.modules[SYMBOLIC])
+        return getattr(sys.modules[SYMBOLIC], name)(*values)
+
+    return function
+
+
+FOR_NUMBERS: dict[str, Callable[..., Any]] = {
+    "expect_true": bool,
+    "guard_or_false": bool,
+    "guard_or_true": bool,
+    "guard_size_oblivious": bool,
+    "guarding_hint_or_throw": int,
+    "has_guarding_hint": lambda size: True,
+    "is_nested_int": lambda size: False,
+    "statically_known_true": bool,
+    "sym_and": lambda *conditions: all(conditions),
+    "sym_eq": operator.eq,
+    "sym_or": lambda *conditions: any(conditions),
+}
+"""What functions of `SYMBOLIC` return for plain numbers: all that a tensor without data asks of them."""
 DEFERRED: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
         "disable": _unchanged,
@@ -25,8 +59,10 @@ DEFERRED: dict[str, dict[str, Any]] = {
         "is_compiling": lambda: False,
     },
     "torch.distributed.tensor": {"DTensor": type("DTensor", (), {})},
+    "sympy": {"Basic": type("Basic", (), {})},
+    SYMBOLIC: {name: _unless_symbolic(name, answer) for name, answer in FOR_NUMBERS.items()},
 }
-"""What is asked of these modules where nothing is compiled or distributed."""
+"""What is asked of these modules where nothing is compiled, distributed or symbolic."""
 LIGHT_PARTS = ("torch._dynamo.config", "torch._dynamo._trace_wrapped_higher_order_op")
 """Parts of them that need no other."""
 AVAILABILITY = "transformers.utils.import_utils"
@@ -42,40 +78,45 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname in DEFERRED:
-            return ModuleSpec(fullname, _Deferring(), is_package=True)
         parent = fullname.rpartition(".")[0]
         if parent in DEFERRED and fullname not in LIGHT_PARTS:
             _complete(sys.modules[parent])
-        if fullname != AVAILABILITY:
+        if fullname not in DEFERRED and fullname != AVAILABILITY:
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = _NotDistributed(spec.loader)
+            spec.loader = (_Deferring if fullname in DEFERRED else _LeanAvailability)(spec.loader)
         return spec
 
 
-class _NotDistributed(Loader):
-    """Loads the module in which `transformers` asks what there is, and lets it say that nothing is distributed."""
+class _Wrapped(Loader):
+    """Args: loader: the module's own."""
 
     def __init__(self, loader: Loader) -> None:
-        self._loader = loader
+        self.loader = loader
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self._loader.create_module(spec)
+        return self.loader.create_module(spec)
+
+
+class _LeanAvailability(_Wrapped):
+    """Loads the module in which `transformers` asks what there is: nothing is distributed, and what each of its
+    thousands of files exports is read once, from the line that says so."""
 
     def exec_module(self, module: ModuleType) -> None:
-        self._loader.exec_module(module)
-        vars(module)["is_torch_distributed_available"] = lambda: False
+        self.loader.exec_module(module)
+        functions = vars(module)
+        exports, structure = functions["fetch__all__"], functions["create_import_structure_from_path"]
+        functions["is_torch_distributed_available"] = lambda: False
+        functions["fetch__all__"] = lambda content: exports(content[max(content.find("\n__all__"), 0) :])
+        functions["create_import_structure_from_path"] = functools.cache(structure.__wrapped__)
 
 
-class _Deferring(Loader):
+class _Deferring(_Wrapped):
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         return _DeferredModule(spec.name)
 
     def exec_module(self, module: ModuleType) -> None:
-        parent, _, name = module.__name__.rpartition(".")
-        module.__path__ = [f"{folder}/{name}" for folder in sys.modules[parent].__path__]
         vars(module).update(DEFERRED[module.__name__])
 
 
@@ -90,11 +131,8 @@ class _DeferredModule(ModuleType):
 
 def _complete(module: ModuleType) -> bool:
     """Run a module, if it has not. Returns whether it has just run."""
-    if not isinstance(module.__loader__, _Deferring):
+    if not isinstance(module.__loader__, _Deferring) or module.__spec__ is None:
         return False
-    spec = PathFinder.find_spec(module.__name__, sys.modules[module.__name__.rpartition(".")[0]].__path__)
-    assert spec is not None
-    assert spec.loader is not None
-    module.__spec__, module.__loader__ = spec, spec.loader
-    spec.loader.exec_module(module)
+    module.__loader__ = module.__spec__.loader = module.__loader__.loader
+    module.__loader__.exec_module(module)
     return True

@@ -4,9 +4,10 @@ Which architecture, which configuration, and which tensor goes where: that is `t
 move whole tensors of floats; here it moves the numbers of their rows instead, and the rows follow.
 """
 
-import warnings
+import mmap
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,6 @@ from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeigh
 from inflight.execution.hf.source import first_line
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
-from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -77,7 +77,11 @@ class _Loader:
         self._header = header
         self._dtype = dtype
         paths = {entry.path for entry in header.tensors.values()}
-        self._contents = {path: np.memmap(path, mode="r", dtype=np.uint8) for path in paths}
+        self._files: dict[Path, mmap.mmap] = {}
+        for path in paths:
+            with open(path, "rb") as file:
+                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        self._contents = {path: torch.frombuffer(each, dtype=torch.uint8) for path, each in self._files.items()}
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
@@ -170,7 +174,7 @@ class _Loader:
             values = [self._values(entries, each).to(self._dtype) for each in matrices]
             weight = torch.stack(values) if is_stacked else values[0]
         for entry in entries:
-            let_go_of_file_pages(self._bytes(entry))
+            self._let_go(entry)
         return weight.mT if is_transposed else weight
 
     def _packed(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
@@ -194,27 +198,25 @@ class _Loader:
         return values
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
-        content = self._bytes(entry)
-        values = content.clone().view(FLOATS[entry.kind]).view(entry.shape)
-        let_go_of_file_pages(content)
+        values = self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
+        self._let_go(entry)
         return values
 
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
-        part = self._contents[entry.path][entry.start : entry.start + entry.nbytes]
-        return torch.from_numpy(part) if part.flags.writeable else _read_only(part)
+        return self._contents[entry.path][entry.start : entry.start + entry.nbytes]
+
+    def _let_go(self, entry: TensorEntry) -> None:
+        """Let the pages of a tensor's file go, except those that it shares with its neighbours."""
+        page = mmap.PAGESIZE
+        first, last = -(-entry.start // page) * page, (entry.start + entry.nbytes) // page * page
+        if first < last and hasattr(mmap, "MADV_DONTNEED"):
+            self._files[entry.path].madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
 def _block_shape(entry: TensorEntry) -> tuple[int, int]:
     """The blocks of a row, and the bytes of a block."""
     elements, num_bytes = BLOCK_SIZES[entry.kind]
     return entry.shape[-1] // elements, num_bytes
-
-
-def _read_only(part: np.ndarray) -> torch.Tensor:
-    """A tensor over memory that must not be written to."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        return torch.from_numpy(part)
 
 
 def _flat(config: PreTrainedConfig) -> dict[str, Any]:

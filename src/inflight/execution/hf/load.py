@@ -17,7 +17,6 @@ from transformers.utils import logging
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.execution.hf.gguf_model import load_gguf_model
 from inflight.execution.hf.quantized_model import load_quantized_model
 from inflight.execution.hf.source import first_line, read_config
@@ -39,6 +38,7 @@ def load_model(
     source: ModelSource,
     config: EngineConfig,
     *,
+    model_config: PreTrainedConfig | None = None,
     in_own_dtype: bool = False,
     auto_class: type[Any] = AutoModelForCausalLM,
     spare: Sequence[str] = (),
@@ -46,6 +46,7 @@ def load_model(
     """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
 
     Args:
+        model_config: of `read_config`, if the caller has it; it becomes the model's.
         in_own_dtype: whether a checkpoint's weights keep its dtype, and stay in its files until they are used.
         auto_class: of `transformers`, which finds the model's class.
         spare: beginnings of the names of weights that nobody will use, so that a checkpoint may lack them.
@@ -58,7 +59,7 @@ def load_model(
     device = resolve_device(config.device)
     gguf, name = find_gguf(source, config.revision), os.path.expanduser(source)
     header = None if gguf is None else GgufHeader.read(gguf)
-    model_config = read_config(source, config) if header is None else read_gguf_config(header)
+    model_config = model_config or read_config(source, config)
     try:
         dtype = resolve_dtype(config.dtype, model_config, device)
         if in_own_dtype:

@@ -108,11 +108,9 @@ def _as_stale(known: Preparation | None) -> Iterator[None]:
 
 
 def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> PreparedModel:
-    if isinstance(source, PreTrainedModel):
-        checkpoint_dtype = source.dtype
-    else:
-        checkpoint_dtype = dtype_of_checkpoint(read_config(source, config))
-    model = load_model(source, config, in_own_dtype=rounding_of(config) is not None)
+    model_config = source.config if isinstance(source, PreTrainedModel) else read_config(source, config)
+    checkpoint_dtype = source.dtype if isinstance(source, PreTrainedModel) else dtype_of_checkpoint(model_config)
+    model = load_model(source, config, model_config=model_config, in_own_dtype=rounding_of(config) is not None)
     is_callers = isinstance(source, PreTrainedModel)
     is_listed = not is_callers and type(model).__module__.startswith("transformers.models.")
     cache, key = ResultCache.of_the_user(Preparation), None

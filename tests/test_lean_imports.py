@@ -38,16 +38,23 @@ print(unwanted & set(sys.modules))
 
 def test_what_is_compiled_gets_the_compiler() -> None:
     code = """
+import sys
 from inflight.lean_imports import import_leanly
 import_leanly()
 import torch
 from transformers import AutoModelForCausalLM
+from torch._subclasses.fake_tensor import FakeTensorMode
+weight = torch.ones(4, 4)[:, ::2]
+print(FakeTensorMode().from_tensor(weight).shape, "torch._dynamo.convert_frame" in sys.modules)
+first = sys.modules["torch._dynamo.source"]
 @torch.compiler.disable
 def left_alone(x): return x + 1
 doubled = torch.compile(lambda x: 2 * x, backend="eager")
 print(doubled(left_alone(torch.ones(2))).tolist(), torch._dynamo.config.suppress_errors)
+kept = first.LocalSource("x"), first.ConstantSource("x")
+print(torch._dynamo.source is first, [type(each) in vars(torch._dynamo.source).values() for each in kept])
 """
-    assert run(code) == "[4.0, 4.0] False\n"
+    assert run(code) == "torch.Size([4, 2]) False\n[4.0, 4.0] False\nFalse [True, True]\n"
 
 
 def test_symbolic_sizes_get_their_algebra() -> None:

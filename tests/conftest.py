@@ -49,8 +49,8 @@ assert kernels_available()
 serve_preloaded()
 
 
-THOROUGH_ROOMS = {"agents", "browser", "deploy", "examples", "packaging", "scale"}
-"""Of the tests; --quick leaves them out: wheels, Ray, browsers, containers, clients of other packages."""
+THOROUGH_ROOMS = {"agents", "browser", "deploy", "examples", "packaging", "real_weights", "scale"}
+"""Of the tests; --quick leaves them out: wheels, Ray, browsers, containers, clients of other packages, downloads."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -168,3 +168,22 @@ def test_a_missing_server_is_reported(command: Command) -> None:
         done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"http://127.0.0.1:{port}: cannot connect" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--num-requests", 50, "--request-rate", 0.25), "inflight: requests arrive for about 3 min\n"),
+        (("--num-requests", 50, "--request-rate", 10), ""),
+        ((), ""),
+        (("--trace", "trace.jsonl"), "inflight: requests arrive for about 70 s\n"),
+    ],
+)
+def test_how_long_requests_arrive_is_said_if_that_is_known(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: tuple[object, ...], said: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("trace.jsonl").write_text("".join(f'{{"timestamp": {time}, "prompt": "p"}}\n' for time in (100, 30, 60)))
+    with port_of_nobody() as port:
+        done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}", *options)
+    assert done.stderr.startswith(f"{said}Error: ")

@@ -1,6 +1,5 @@
 """`inflight bench`: measures what continuous batching gains on this machine, and how a server performs under load."""
 
-import math
 import platform
 
 import click
@@ -8,6 +7,7 @@ import click
 from inflight.cli.bench_serve import serve
 from inflight.cli.help import Group, Option
 from inflight.cli.options import MODEL, quiet_libraries
+from inflight.cli.words import say_if_long
 
 MAX_SECONDS = 150.0
 """Of the rounds of `bench static`, by default; half a minute of warm-up comes before them."""
@@ -71,7 +71,7 @@ def static(rounds: int | None, requests: int | None, dtype: str, threads: int | 
     )
     rounds, requests, seconds = static_bench.size_for(contender, MAX_SECONDS, rounds, requests)
     size = f"{rounds} round{'s' * (rounds > 1)} of {requests} request{'s' * (requests > 1)}"
-    progress_console.print(f"{size}: about {math.ceil(seconds / 60)} min", style="dim", highlight=False)
+    say_if_long(seconds, f"{size}: ")
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     bar = Progress(
         *columns,

@@ -12,6 +12,7 @@ import click
 from click.core import ParameterSource
 
 from inflight.cli.help import Command
+from inflight.cli.words import say_if_long
 
 if TYPE_CHECKING:
     from inflight.loadtest.load_test import LoadPlan, LoadResult
@@ -196,6 +197,8 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
             return model, await load_test(client, target, plan, say=_say, watch=watch)
 
     allow_connections(len(plan.sketches))
+    last = plan.sketches[-1].arrival
+    say_if_long(len(plan.sketches) / plan.request_rate if last is None else last, "requests arrive for ")
     with progress:
         return asyncio.run(test())
 

@@ -14,6 +14,7 @@ from inflight.cli.options import (
     quiet_libraries,
     sampling_values,
 )
+from inflight.cli.words import say_if_long
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 
@@ -63,7 +64,7 @@ def profile(
         model_source(model), EngineConfig(**{"max_num_seqs": num_seqs, "speculation": "off", **engine_values(options)})
     )
     params = SamplingParams(**{"temperature": 0, **sampling_values(options)})
-    measured = profile_decode(engine, num_seqs, context, steps, params)
+    measured = profile_decode(engine, num_seqs, context, steps, params, say_if_long)
     Console().print(profile_table(measured))
     if json_file is not None:
         measured.write_json(json_file)

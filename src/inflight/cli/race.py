@@ -10,6 +10,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import config_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 from inflight.cli.prompts import PromptLine, read_prompts
+from inflight.cli.words import say_if_long
 from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def race(
     if html or png:
         check_pictures()
     from inflight.contracts.config import EngineConfig
-    from inflight.lessons.methods import Setting
+    from inflight.lessons.methods import Pace, Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
     from inflight.lessons.run import Options
     from inflight.sources import load_tokenizer, model_source
@@ -90,6 +91,8 @@ def race(
         (most,) = one_each(caps, 1)
         requests = mixed_requests(num_requests, most, setting.engine.model_info.vocab_size, seed)
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
+    pace = Pace.of(setting.model, setting.num_slots, max(len(request.prompt_token_ids) for request in requests))
+    say_if_long(len(methods) * pace.seconds(requests, setting.num_slots))
     console = Console()
     result = run_race(methods, requests, setting.num_slots, console, **log)
     console.print(result)

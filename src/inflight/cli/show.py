@@ -9,6 +9,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
+from inflight.cli.words import say_if_long
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -76,6 +77,7 @@ def show(
 
     from inflight import LLM
     from inflight.contracts.params import SamplingParams
+    from inflight.contracts.record import StepRecord
     from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing
@@ -94,7 +96,13 @@ def show(
     tokenizer = llm.tokenizer
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
     capture = StepCapture(llm.engine.runner.witness_attention(), wanted, token_text)
-    llm.engine.observer = capture.see
+
+    def see(record: StepRecord) -> None:
+        capture.see(record)
+        if record.step == 0:
+            say_if_long(record.duration * (1 + max(wanted or [min(caps)])))
+
+    llm.engine.observer = see
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     with closing(llm.stream(prompts, params)) as deltas:
         for delta in deltas:

@@ -1,5 +1,17 @@
 """Numbers in words, for people."""
 
+import click
+
+LONG = 10.0
+"""Seconds. Whatever takes longer says so before it starts."""
+
+
+def say_if_long(seconds: float, what: str = "") -> None:
+    """Say on standard error about how long something (`what`) takes, if that is long."""
+    if seconds > LONG:
+        about = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
+        click.echo(f"inflight: {what}about {about}", err=True)
+
 
 def in_bytes(num_bytes: int) -> str:
     """A number of bytes with a unit."""

@@ -1,9 +1,13 @@
 """The methods that are compared: every rung of the ladder, on the same weights, with the same signature."""
 
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Protocol, Unpack
+from typing import Protocol, Self, Unpack
+
+import torch
+from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.engine.engine import Engine
@@ -48,3 +52,41 @@ def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) ->
     prompts are reversed: the engine's prefix cache must not find them again."""
     for run in methods.values():
         run([LessonRequest(request.prompt_token_ids[::-1], 2) for request in requests[:2]])
+
+
+SPARE = 1.5
+"""How many times as long as measured a pass may take later."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How long a step of all slots, and a token of a prompt, take a plain model here, in seconds."""
+
+    step: float
+    prompt_token: float
+
+    @classmethod
+    def of(cls, model: PreTrainedModel, num_slots: int, num_prompt_tokens: int) -> Self:
+        """Measure it, with prompts of `num_prompt_tokens` tokens."""
+        prompt = _seconds_of(model, 1, num_prompt_tokens)
+        return cls(SPARE * _seconds_of(model, num_slots, 1), SPARE * prompt / num_prompt_tokens)
+
+    def seconds(self, requests: Sequence[LessonRequest], num_slots: int) -> float:
+        """About how long a method takes for these requests: between waves, which run for their longest request, and
+        slots that are never empty."""
+        lengths = [request.max_new_tokens for request in requests]
+        in_waves = sum(max(lengths[first : first + num_slots]) for first in range(0, len(lengths), num_slots))
+        num_steps = (in_waves + max(max(lengths), sum(lengths) / num_slots)) / 2
+        return num_steps * self.step + self.prompt_token * sum(len(each.prompt_token_ids) for each in requests)
+
+
+@torch.inference_mode()
+def _seconds_of(model: PreTrainedModel, num_rows: int, num_tokens: int) -> float:
+    """Of a forward pass, the better of two."""
+    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=model.device)
+    seconds = []
+    for _ in range(2):
+        start = time.perf_counter()
+        model(input_ids=tokens, use_cache=False)
+        seconds.append(time.perf_counter() - start)
+    return min(seconds)

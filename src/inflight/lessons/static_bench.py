@@ -23,7 +23,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import engine_batching, shared_prefix, static_batching
-from inflight.lessons.methods import Method, Setting, warm_up
+from inflight.lessons.methods import Method, Pace, Setting, warm_up
 from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
 from inflight.prefix_store.inspection import clear, holdings
@@ -85,8 +85,6 @@ def sharing_requests(count: int, vocab_size: int) -> list[LessonRequest]:
 
 SIZES = ((3, 32), (1, 32), (1, 16), (1, 8))
 """Rounds and requests, the best first."""
-SPARE = 1.5
-"""How many times as long as estimated the rounds may take."""
 
 
 def size_for(
@@ -94,29 +92,17 @@ def size_for(
 ) -> tuple[int, int, float]:
     """Rounds and requests, as asked or else the best that take no longer than `max_seconds`, and the seconds that they
     take: estimated from how long a wave's step and a prompt take here."""
-    step = _seconds_of(model, NUM_SLOTS, 1)
-    prompt = _seconds_of(model, 1, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
+    pace = Pace.of(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
 
     def seconds(rounds: int, requests: int) -> float:
-        rungs = 3 * requests / NUM_SLOTS * 100 * step  # of five methods: all waves run for the longest, others do not
-        shared = (requests + 4) * prompt + 5 * NUM_SHARED_NEW_TOKENS * step * max(1, requests / NUM_SLOTS)
-        return SPARE * rounds * (rungs + shared)
+        rungs = pace.seconds(long_and_short_requests(requests, 1), NUM_SLOTS)
+        prompts = (requests + 4) * (NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS) * pace.prompt_token
+        steps = NUM_SHARED_NEW_TOKENS * max(1, requests / NUM_SLOTS) * pace.step
+        return rounds * (5 * (rungs + steps) + prompts)  # five methods each
 
     sizes = [(rounds or own_rounds, requests or own_requests) for own_rounds, own_requests in SIZES]
     best = next((size for size in sizes if seconds(*size) <= max_seconds), sizes[-1])
     return *best, seconds(*best)
-
-
-@torch.inference_mode()
-def _seconds_of(model: PreTrainedModel, num_rows: int, num_tokens: int) -> float:
-    """Of a forward pass, the better of two."""
-    tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64)
-    seconds = []
-    for _ in range(2):
-        start = time.perf_counter()
-        model(input_ids=tokens, use_cache=False)
-        seconds.append(time.perf_counter() - start)
-    return min(seconds)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ they start so short that halfway through the measurement they have the requested
 import random
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -29,15 +30,21 @@ GREEDY = SamplingParams(temperature=0)
 
 
 def profile_decode(
-    engine: Engine, num_sequences: int, num_cached_tokens: int, num_steps: int, params: SamplingParams = GREEDY
+    engine: Engine,
+    num_sequences: int,
+    num_cached_tokens: int,
+    num_steps: int,
+    params: SamplingParams = GREEDY,
+    foretell: Callable[[float], None] = lambda seconds: None,
 ) -> StepProfile:
-    """Measure decode steps of an engine on an otherwise idle CPU, and divides a step into parts.
+    """Measure decode steps of an engine on an otherwise idle CPU, and divide a step into parts.
 
     Args:
         num_sequences: how many sequences decode together.
         num_cached_tokens: cached tokens of each sequence, halfway through the measurement.
         num_steps: how many steps of each kind are measured.
         params: how tokens are chosen; limits on the number of tokens do not apply.
+        foretell: receives about how many seconds the measured steps will take, before the first of them.
 
     Raises:
         ModelError: the model does not run packed.
@@ -61,7 +68,10 @@ def profile_decode(
         for _ in range(READINGS_PER_ROUND):
             meter.measure()
         for _ in range(SETTLING_STEPS):
+            start = time.perf_counter()
             decodes.step()
+        if not whole:
+            foretell((num_decodes - 2 - SETTLING_STEPS) * (time.perf_counter() - start))
         for _ in range(steps):
             start = time.perf_counter()
             decodes.step()

@@ -64,23 +64,21 @@ class Scorer:
 def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: IntArray) -> list[TokenScore]:
     """The scores of `token_ids` `[N]` in `rows` `[N]` of `logits` `[R, V]`, each with its `num_top` `[N]` likeliest."""
     scored = pick(logits, to_device(rows, logits.device)).float()
-    normaliser = torch.logsumexp(scored, dim=-1, keepdim=True)
-    own = scored.gather(-1, to_device(token_ids, logits.device)[:, None])
-    ranks = (scored > own).sum(dim=-1) + 1
-    columns = ((own - normaliser)[:, 0].tolist(), ranks.tolist(), _likeliest(scored, normaliser, num_top))
+    logprobs = torch.log_softmax(scored, dim=-1)  # logsumexp has other bits for a single row, which threads divide
+    chosen = to_device(token_ids, logits.device)[:, None]
+    ranks = (scored > scored.gather(-1, chosen)).sum(dim=-1) + 1
+    columns = (logprobs.gather(-1, chosen)[:, 0].tolist(), ranks.tolist(), _likeliest(scored, logprobs, num_top))
     return [TokenScore(logprob, rank, *top) for logprob, rank, top in zip(*columns, strict=True)]
 
 
-def _likeliest(
-    scored: torch.Tensor, normaliser: torch.Tensor, num_top: IntArray
-) -> list[tuple[list[int], list[float]]]:
+def _likeliest(scored: torch.Tensor, logprobs: torch.Tensor, num_top: IntArray) -> list[tuple[list[int], list[float]]]:
     """For each row of `scored` `[N, V]` its `num_top` `[N]` likeliest tokens, best first, and their log-probabilities.
 
     Of equally likely tokens those with lower ids come first. (Which of them `topk` names depends on how many are asked
     for, and so on what other rows of the step ask for.)
 
     Args:
-        normaliser: `[N, 1]`, of each row.
+        logprobs: `[N, V]`, of `scored`.
     """
     most = min(int(num_top.max()), scored.shape[-1])
     if most < 1:
@@ -91,12 +89,12 @@ def _likeliest(
     order = torch.argsort(scored[candidate_rows, candidate_ids], descending=True, stable=True)
     order = order[torch.argsort(candidate_rows[order], stable=True)]
     candidate_rows, candidate_ids = candidate_rows[order], candidate_ids[order]
-    logprobs = (scored[candidate_rows, candidate_ids] - normaliser[candidate_rows, 0]).tolist()
+    candidates = logprobs[candidate_rows, candidate_ids].tolist()
     ids, top, first = candidate_ids.tolist(), [], 0
     for number, count in zip(
         num_top.tolist(), torch.bincount(candidate_rows, minlength=len(num_top)).tolist(), strict=True
     ):
         end = first + min(number, count)
-        top.append((ids[first:end], logprobs[first:end]))
+        top.append((ids[first:end], candidates[first:end]))
         first += count
     return top

@@ -37,17 +37,20 @@ def test_the_ladder_saves_steps_and_fills_slots(numbers: dict[str, Any]) -> None
     assert padding["static"]["keys"] > padding["padded"]["keys"] > padding["ragged"]["keys"] == 0
 
 
+@pytest.mark.thorough
 def test_a_mixed_step_has_all_three_kinds_of_spans(numbers: dict[str, Any]) -> None:
     assert [kind for _, kind, _, _ in numbers["mask"]["spans"]] == ["decode", "prefill", "chunk"]
     assert numbers["mask"]["difference from the definition"] < 1e-5
 
 
+@pytest.mark.thorough
 def test_paging_takes_little_more_than_the_tokens_need(numbers: dict[str, Any]) -> None:
     most = numbers["paging"]["most places"]
     assert most["tokens"] <= most["in blocks"] < most["reserved"]
     assert numbers["paging"]["tokens over blocks"] > 0.8 > numbers["paging"]["tokens over reserved"]
 
 
+@pytest.mark.thorough
 def test_a_small_cache_costs_steps_and_tokens(numbers: dict[str, Any]) -> None:
     preemption = numbers["preemption"]
     assert preemption["preemptions"] > 0
@@ -55,6 +58,7 @@ def test_a_small_cache_costs_steps_and_tokens(numbers: dict[str, Any]) -> None:
     assert preemption["tokens computed"]["small"] > preemption["tokens computed"]["ample"]
 
 
+@pytest.mark.thorough
 def test_routing_by_prefix_brings_the_first_token_in_half_the_time(numbers: dict[str, Any]) -> None:
     def medians(routing: str) -> list[int]:
         return [each["time to first token, median ms"] for each in numbers["routing"][routing]]
@@ -63,6 +67,7 @@ def test_routing_by_prefix_brings_the_first_token_in_half_the_time(numbers: dict
         assert all(2 * mine < theirs for mine, theirs in zip(medians("prefix"), medians(other), strict=True))
 
 
+@pytest.mark.thorough
 def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> None:
     for name in ("static-waves", "merging", "padding", "ladder", "preemption", "routing"):
         assert {**STORED[name], "machine": None} == {**numbers[name], "machine": None}

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.kernels import cache_folder
 
@@ -36,6 +38,7 @@ print(unwanted & set(sys.modules))
     assert run(code, **keeps).endswith("set()\n")
 
 
+@pytest.mark.thorough
 def test_what_is_compiled_gets_the_compiler() -> None:
     code = """
 import sys
@@ -57,6 +60,7 @@ print(torch._dynamo.source is first, [type(each) in vars(torch._dynamo.source).v
     assert run(code) == "torch.Size([4, 2]) False\n[4.0, 4.0] False\nFalse [True, True]\n"
 
 
+@pytest.mark.thorough
 def test_symbolic_sizes_get_their_algebra() -> None:
     """Tensors without data ask about their sizes, first with numbers, then with symbols; and all answers are as torch's
     own."""
@@ -81,6 +85,7 @@ print([name for name in ours if [theirs[name](*each) for each in given[name]] !=
     assert run(code) == "True False\nSymInt ['SymBool', 'SymBool']\n[] True\n[]\n"
 
 
+@pytest.mark.thorough
 def test_transformers_finds_all_that_it_exports() -> None:
     code = """
 from transformers.utils import import_utils

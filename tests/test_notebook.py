@@ -55,23 +55,27 @@ def test_the_notebook_runs_with_this_interpreter(cells: dict[str, Any]) -> None:
     assert printed(cells["which-python"]).strip() == sys.executable
 
 
+@pytest.mark.thorough
 def test_all_rungs_give_the_same_tokens(cells: dict[str, Any]) -> None:
     text = printed(cells["engine"])
     assert "All four rungs gave the same tokens" in text
     assert "'static': 180" in text
 
 
+@pytest.mark.thorough
 def test_the_notebook_shows_preemption(cells: dict[str, Any]) -> None:
     text = printed(cells["chunks"])
     assert "The same tokens, with" in text
     assert "with 0 preemptions" not in text
 
 
+@pytest.mark.thorough
 def test_a_shared_prefix_saves_most_of_the_prompts(cells: dict[str, Any]) -> None:
     static, shared = printed(cells["prefix"]).splitlines()
     assert int(shared.split()[2]) < int(static.split()[1]) / 3
 
 
+@pytest.mark.thorough
 def test_steps_and_timelines_are_drawn(cells: dict[str, Any]) -> None:
     assert "re-attended through reference" in printed(cells["step"])
     for name in ("static", "padded", "ragged", "engine", "step", "chunks", "gpt2"):

@@ -23,6 +23,7 @@ print(json.dumps({str(path.relative_to(root)): code_lines(path) for path in file
 """
 
 
+@pytest.mark.thorough
 @pytest.mark.skipif(not has_panels(torch.float32), reason="elsewhere a token takes another path, without our kernels")
 def test_the_walk_follows_the_path_of_a_token() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=ROOT, timeout=300)

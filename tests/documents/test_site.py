@@ -45,12 +45,14 @@ def test_the_site_loads_nothing_from_other_hosts(site: Path) -> None:
         assert not [each for each in loaded if re.match(r"(https?:)?//", each)], page.name
 
 
+@pytest.mark.thorough
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "python.html").read_text(encoding="utf-8")
     for name in set(inflight.__all__) - {"__version__"}:
         assert f'id="{getattr(inflight, name).__module__}.{name}"' in text, name
 
 
+@pytest.mark.thorough
 def test_every_command_is_in_the_reference(site: Path) -> None:
     text = (site / "reference" / "command-line.html").read_text(encoding="utf-8")
     groups = {name: command for name, command in app.commands.items() if isinstance(command, click.Group)}
@@ -63,6 +65,7 @@ def test_every_command_is_in_the_reference(site: Path) -> None:
     assert "--max-num-batched-tokens" in text
 
 
+@pytest.mark.thorough
 def test_pages_can_be_searched_and_files_of_the_repository_be_read(site: Path) -> None:
     index = json.loads((site / "search" / "search_index.json").read_text(encoding="utf-8"))
     found = {document["location"].partition("#")[0] for document in index["docs"] if "preempt" in document["text"]}

@@ -31,7 +31,10 @@ ROOMY = 16_384
 
 
 @pytest.mark.parametrize(("name", "budget", "block_size"), LATIN_SQUARE)
-@pytest.mark.thorough("64-", "gemma2-8")
+@pytest.mark.thorough(
+    "gemma2-8",
+    *(f"{name}-64" for name in ("gemma3", "gpt2", "gpt_oss", "llama", "longrope", "mixtral", "mistral", "v3")),
+)
 def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
     run = run_teacher_forced(
         zoo.build(name),

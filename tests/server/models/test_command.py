@@ -14,6 +14,7 @@ from tests.server.models.serving import wait_for
 from tests.server.test_serve_command import served_at
 
 
+@pytest.mark.thorough
 def test_from_the_first_line_to_the_exit_code(tmp_path: Path) -> None:
     mine = shutil.copytree(DEMO_MODEL, tmp_path / "mine")
     keys = tmp_path / "keys"

@@ -173,6 +173,7 @@ def ends(form: AnswerForm, tokenizer: Tokenizer, text: str) -> bool:
 @pytest.mark.parametrize("kind", ["as text", "tokens", "special tokens"])
 @pytest.mark.parametrize("choice", ["required", "auto"])
 @pytest.mark.parametrize("name", NOTATIONS)
+@pytest.mark.thorough("required")
 def test_calls_that_follow_their_schema_can_be_written_and_are_read(name: str, choice: str, kind: str) -> None:
     notation = NOTATIONS[name]
     tokenizer = tokenizer_of(notation, kind)

@@ -178,6 +178,7 @@ async def end(server: Served) -> None:
     assert not Path(f"/proc/{engine}").exists()
 
 
+@pytest.mark.thorough
 def test_the_server_works_during_and_after_all_faults(tmp_path: Path) -> None:
     async def check() -> None:
         async with served(tmp_path) as server:

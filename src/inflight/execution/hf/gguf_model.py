@@ -86,7 +86,9 @@ class _Loader:
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
         self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=_flat(config))
-        self._names: dict[str, str] = get_gguf_hf_weights_map(_Names(self._model), self._processor)
+        self._names: dict[str, str] = get_gguf_hf_weights_map(_Names(self._model, has_parts=False), self._processor)
+        if not self._shapes.keys() <= set(self._names.values()):
+            self._names = get_gguf_hf_weights_map(_Names(self._model), self._processor)
         self._merged: Mapping[str, torch.Tensor] = {}
         """Parameters of which several tensors give a part, in floats; `transformers` fills them."""
         self._widened: Counter[str] = Counter()

@@ -25,7 +25,7 @@ $(READY): $(PACKAGE)
 demo: $(PACKAGE)          ## a dozen prompts through the embedded model at once, with a live view of the slots
 	$(BIN)/inflight demo
 
-test: $(READY)            ## every promise once (twelve minutes on two cores)
+test: $(READY)            ## every promise once (thirteen minutes on two cores)
 	$(BIN)/python -m pytest -n $(PYTEST_WORKERS) --dist loadfile --max-worker-restart 1 --quick
 
 test-all: $(READY)        ## the whole test suite, with all crosses, wheels, Ray, browsers and clients of other packages

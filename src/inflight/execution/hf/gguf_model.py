@@ -5,6 +5,7 @@ move whole tensors of floats; here it moves the numbers of their rows instead, a
 """
 
 import mmap
+import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,10 +79,12 @@ class _Loader:
         self._dtype = dtype
         paths = {entry.path for entry in header.tensors.values()}
         self._files: dict[Path, mmap.mmap] = {}
+        self._contents: dict[Path, torch.Tensor] = {}
         for path in paths:
-            with open(path, "rb") as file:
-                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        self._contents = {path: torch.frombuffer(each, dtype=torch.uint8) for path, each in self._files.items()}
+            with open(path, "rb") as file, warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # nothing writes to this memory
+                self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                self._contents[path] = torch.frombuffer(self._files[path], dtype=torch.uint8)
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}

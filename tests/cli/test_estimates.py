@@ -77,7 +77,7 @@ def test_a_profile_tells_how_long_its_steps_take(clock: SimpleNamespace, monkeyp
     monkeypatch.setattr(decode_profile.Decodes, "step", slow_step)
     told: list[tuple[float, float]] = []
     engine = Engine(str(DEMO_MODEL), EngineConfig(num_blocks=40))
-    decode_profile.profile_decode(engine, 1, 40, 2, foretell=lambda seconds: told.append((clock.now, seconds)))
+    decode_profile.profile_decode(engine, 1, 40, 2, announce=lambda seconds: told.append((clock.now, seconds)))
     ((when, seconds),) = told
     assert (when, when + seconds) == (2.0 + decode_profile.SETTLING_STEPS, clock.now)
 

@@ -35,7 +35,7 @@ def profile_decode(
     num_cached_tokens: int,
     num_steps: int,
     params: SamplingParams = GREEDY,
-    foretell: Callable[[float], None] = lambda seconds: None,
+    announce: Callable[[float], None] = lambda seconds: None,
 ) -> StepProfile:
     """Measure decode steps of an engine on an otherwise idle CPU, and divide a step into parts.
 
@@ -44,7 +44,7 @@ def profile_decode(
         num_cached_tokens: cached tokens of each sequence, halfway through the measurement.
         num_steps: how many steps of each kind are measured.
         params: how tokens are chosen; limits on the number of tokens do not apply.
-        foretell: receives about how many seconds the measured steps will take, before the first of them.
+        announce: receives about how many seconds the measured steps will take, before the first of them.
 
     Raises:
         ModelError: the model does not run packed.
@@ -71,7 +71,7 @@ def profile_decode(
             start = time.perf_counter()
             decodes.step()
         if not whole:
-            foretell((num_decodes - 2 - SETTLING_STEPS) * (time.perf_counter() - start))
+            announce((num_decodes - 2 - SETTLING_STEPS) * (time.perf_counter() - start))
         for _ in range(steps):
             start = time.perf_counter()
             decodes.step()

@@ -27,7 +27,6 @@ from benchmarks.peers.models import model_folder
 from benchmarks.replicas import generate, running
 from benchmarks.workloads import WORKLOADS, Workload
 from inflight import AsyncLLM
-from inflight.execution.ranks.memory_rank import MemoryRank
 from inflight.execution.ranks.rank import Rank
 from inflight.machine import place
 
@@ -48,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     if options.sum:
         file, rows, columns = options.sum
-        sum_often(MemoryRank(1, 2, file), rows, columns, 1)
+        sum_often(Rank(1, 2, file), rows, columns, 1)
         return
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     folder = str(model_folder(options.model))
@@ -67,7 +66,7 @@ def seconds_of_sum(rows: int, columns: int) -> float:
         numbers = map(str, (file, rows, columns))
         command = [sys.executable, "-m", "benchmarks.tensor_parallel", "--sum", *numbers]
         with subprocess.Popen(command, pass_fds=(file,)):
-            seconds.append(sum_often(MemoryRank(0, 2, file), rows, columns, 0))
+            seconds.append(sum_often(Rank(0, 2, file), rows, columns, 0))
         os.close(file)
     return statistics.median(seconds)
 

@@ -30,7 +30,7 @@ PRELOADED = (
     "inflight.engine.making",
     "inflight.engine.process.loop",
     "inflight.engine.ranks.following",
-    "inflight.execution.ranks.memory_rank",
+    "inflight.execution.ranks.rank",
     "inflight.execution.shared_memory",
     "inflight.sources",
 )

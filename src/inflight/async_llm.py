@@ -19,8 +19,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 from inflight.adapter_names import AdapterNames
-from inflight.contracts.config import BACKGROUND, RANKS_ARE_BUSY, ROUTINGS
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.config import BACKGROUND, ROUTINGS
+from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
@@ -182,8 +182,6 @@ class AsyncLLM(AsyncPoolingCalls):
             ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
             ModelError: its ranks are on other machines, where nobody waits to be one of the new engine's.
         """
-        if self.config.rank_address is not None:
-            raise ModelError(RANKS_ARE_BUSY)
         if self._launches is not None:
             self._launches.forget_weights()
         for replaced in self._fleet.replace():

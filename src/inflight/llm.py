@@ -20,7 +20,7 @@ from typing import Any, Literal, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from inflight.adapter_names import AdapterNames
-from inflight.contracts.config import RANKS_ARE_BUSY, EngineConfig
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import refuse_unknown_options
@@ -106,8 +106,6 @@ class LLM(PoolingCalls):
             RuntimeError: a stream has not ended.
             ModelError: the model cannot be loaded; the old one stays. Or its ranks are on other machines.
         """
-        if self.engine.config.rank_address is not None:
-            raise ModelError(RANKS_ARE_BUSY)
         with self._turn:
             self._check_caller()
             self._drop_abandoned()

@@ -171,7 +171,6 @@ def test_a_path_may_have_an_equals_sign(tmp_path: Path, monkeypatch: pytest.Monk
         (("--adapter", "a=x"), "--adapter goes neither with several models"),
         (("--tokenizer", "x"), "each model has its own"),
         (("--kv-events-config", "{}"), "--kv-events-config goes neither"),
-        (("--rank-address", "host:1"), "--rank-address goes neither"),
         (("a=z",), "there are two models called 'a'; give one of them another name: NAME=MODEL"),
         (("--idle-unload", "soon"), "'soon' is no time; give seconds, or a number with a unit, such as 90s, 10m or 1h"),
         (("--max-loaded-models", "0"), "0 is not in the range"),

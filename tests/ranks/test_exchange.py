@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from inflight.execution.ranks.memory_rank import PLACE_BYTES, MemoryRank
-from inflight.execution.ranks.rank import Rank
+from inflight.execution.ranks.rank import PLACE_BYTES, Rank
 
 SHAPES = [(1, 1), (1, 7), (3, 64), (29, 1024), (2, 5, 33), (0, 16), (700, 2001)]
 
@@ -18,7 +17,7 @@ SHAPES = [(1, 1), (1, 7), (3, 64), (29, 1024), (2, 5, 33), (0, 16), (700, 2001)]
 def ranks(request: pytest.FixtureRequest) -> Iterator[list[Rank]]:
     size: int = request.param
     file = os.memfd_create("tested")
-    yield [MemoryRank(number, size, file) for number in range(size)]
+    yield [Rank(number, size, file) for number in range(size)]
     os.close(file)
 
 
@@ -118,4 +117,4 @@ def test_what_cannot_be_exchanged_is_refused(ranks: list[Rank]) -> None:
     with pytest.raises(RuntimeError, match="there is no step 4"):
         ranks[0].begin(4)
     with pytest.raises(RuntimeError, match="there is no rank 7 of 2"):
-        MemoryRank(7, 2, 0)
+        Rank(7, 2, 0)

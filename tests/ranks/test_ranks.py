@@ -146,7 +146,7 @@ def test_ranks_end_with_the_first_however_it_ends(llama: str) -> None:
         async with AsyncLLM(llama, **OPTIONS) as llm:
             await llm.start()
             first, (rank,) = engine_pid(llm), children(engine_pid(llm))
-            os.kill(first, signal.SIGKILL)
+            await messages_after(lambda: os.kill(first, signal.SIGKILL), llm, PROMPT)
             await gone(rank)
             assert await tokens(llm, PROMPT, 20) == plain()
             (rank,) = children(engine_pid(llm))

@@ -18,7 +18,6 @@ from inflight.cli.prepare import prepare
 from inflight.cli.profile import profile
 from inflight.cli.quantize import quantize
 from inflight.cli.race import race
-from inflight.cli.rank import rank
 from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
@@ -27,7 +26,7 @@ from inflight.garbage_collection import end_without_garbage_collection
 from inflight.lean_imports import import_leanly
 
 HEADINGS = {
-    "Run a model": ("generate", "batch", "chat", "serve", "rank", "info", "prepare", "quantize", "cache"),
+    "Run a model": ("generate", "batch", "chat", "serve", "info", "prepare", "quantize", "cache"),
     "See how it works": ("demo", "show", "race", "trace"),
     "Measure and plan": ("bench", "profile", "simulate", "census"),
 }
@@ -51,7 +50,6 @@ COMMANDS = (
     generate,
     batch,
     serve,
-    rank,
     chat,
     info,
     prepare,

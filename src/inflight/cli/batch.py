@@ -25,8 +25,8 @@ from inflight.cli.options import (
     engine_values,
     model_option,
     quiet_libraries,
-    rank_options,
     replicas_option,
+    tensor_parallel_option,
 )
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
 from inflight.garbage_collection import spare_what_stays
@@ -62,7 +62,7 @@ CHANGE_RESULTS = (
 @model_option
 @adapters_option
 @replicas_option
-@rank_options
+@tensor_parallel_option
 @engine_options
 def batch(
     requests: Path,

@@ -20,10 +20,10 @@ from inflight.cli.options import (
     engine_values,
     model_option,
     quiet_libraries,
-    rank_options,
     replicas_option,
     sampling_options,
     sampling_values,
+    tensor_parallel_option,
 )
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.errors import InvalidRequestError
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 @adapter_option
 @sampling_options
 @replicas_option
-@rank_options
+@tensor_parallel_option
 @engine_options
 def generate(
     prompts: tuple[str, ...],

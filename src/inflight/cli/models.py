@@ -25,7 +25,6 @@ ONE_MODEL_ONLY = {
     "tokenizer": ("--tokenizer", "each model has its own"),
     "record": ("--record", "steps of one model are recorded"),
     "kv_events_config": ("--kv-events-config", "one model's prefix cache is told of"),
-    "rank_address": ("--rank-address", "ranks of one model join there"),
     "adapters": ("--adapter", "adapters are of one model, and stand in its table of a file for --config"),
     "allow_adapter_loading": ("--allow-adapter-loading", "adapters are of one model"),
 }
@@ -36,7 +35,7 @@ OF_A_TABLE = {
     *("tokenizer", "replicas", "routing", "step_timeout"),
     *("max_n", "max_num_sequences", "max_logprobs", "strict", "trust_request_chat_template", "tool_call_parser"),
     *(field.name for field in fields(EngineConfig)),
-} - {"rank_address"}
+}
 """Parameters that a file may set for one of several models, in its table."""
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600}

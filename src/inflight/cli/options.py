@@ -279,20 +279,13 @@ replicas_option = Shared(
 """For commands whose front can have several engines."""
 
 
-def rank_options(command: Command) -> Command:
-    """Add options for commands whose engine is no business of their process."""
-    size = Shared(
-        "--tensor-parallel-size -tp",
-        click.IntRange(1, config.MAX_RANKS),
-        "Processes that run the model together, each with a part of every weight.",
-        field="tensor_parallel_size",
-    )
-    address = Shared(
-        "--rank-address", str, "HOST:PORT where they join from other machines.", "they are started on this one"
-    )
-    for option in (address.under(RUNNING, {}), size.under(RUNNING, {"tensor_parallel_size": 1})):
-        command = option(command)
-    return command
+tensor_parallel_option = Shared(
+    "--tensor-parallel-size -tp",
+    click.IntRange(1, config.MAX_RANKS),
+    "Processes that run the model together, each with a part of every weight.",
+    field="tensor_parallel_size",
+).under(RUNNING, {"tensor_parallel_size": 1})
+"""For commands whose engine runs in a process of its own."""
 
 
 def engine_options_with(**defaults: Any) -> Options[Any]:

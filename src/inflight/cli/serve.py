@@ -17,9 +17,9 @@ from inflight.cli.options import (
     engine_options,
     engine_values,
     quiet_libraries,
-    rank_options,
     replicas_option,
     size,
+    tensor_parallel_option,
     values_for,
 )
 from inflight.contracts.config import ROUTINGS
@@ -89,7 +89,7 @@ if TYPE_CHECKING:
     "--allow-adapter-loading", is_flag=True, default=None, help="Let clients with a key load and unload adapters."
 )
 @replicas_option
-@rank_options
+@tensor_parallel_option
 @engine_options
 def serve(models: tuple[str, ...], host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL; several are loaded when they

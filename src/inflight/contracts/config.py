@@ -26,7 +26,6 @@ ROUTINGS = ("prefix", "least-loaded", "round-robin")
 """How one of several engines is chosen for a request; see `replicas.router`."""
 MAX_RANKS = 64
 """Processes that may run a model together; `kernels/exchange.cpp` has the same number."""
-RANKS_ARE_BUSY = "with a rank_address the weights cannot be reloaded: the ranks serve until the engine is stopped"
 NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
@@ -48,8 +47,6 @@ class EngineConfig:
             weight and of the cache, on cores (`num_threads` of them) and, where there are several NUMA nodes, in memory
             of its own. Results are the same bits in any company, but depend on this number as on a CPU: sums are added
             in another order. For models that `transformers` has a `tp_plan` for.
-        rank_address: "HOST:PORT" where ranks 1 and up, on other machines, join with `inflight rank`; None: all run on
-            this one.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
         task: what the model is loaded for: "generate", or to make something of whole texts: "embed" (a vector),
@@ -120,7 +117,6 @@ class EngineConfig:
     dtype: str = "auto"
     num_threads: int | None = None
     tensor_parallel_size: int = 1
-    rank_address: str | None = None
     device: str = "auto"
     load_format: str = "auto"
     task: str = "auto"
@@ -212,11 +208,7 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if not isinstance(self.rank_address, str | None):
-            raise ValueError(f"rank_address is {self.rank_address!r}; it must be HOST:PORT")
         if self.tensor_parallel_size == 1:
-            if self.rank_address is not None:
-                raise ValueError("there is a rank_address, but tensor_parallel_size is 1")
             return
         refused = {
             "draft_model": self.draft_model is not None,

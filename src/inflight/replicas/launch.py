@@ -70,8 +70,6 @@ class Launches:
     """
 
     def __init__(self, load: Load, number: int) -> None:
-        if number > 1 and load.config.rank_address is not None:
-            raise ValueError(f"there are {number} replicas, but ranks join only one at {load.config.rank_address}")
         self.connects: list[Callable[[], Connection]] = []
         self.after: list[int | None] = []
         self._weights_files: dict[int, _WeightsFile] = {}  # by node, where several replicas share one

@@ -45,7 +45,7 @@ def main() -> int:
     threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
-        if asked.config.tensor_parallel_size > 1 and asked.config.rank_address is None:
+        if asked.config.tensor_parallel_size > 1:
             start_early(asked.config.tensor_parallel_size)
         from inflight.engine.making import make_engine
         from inflight.engine.process.loop import serve

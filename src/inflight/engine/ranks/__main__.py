@@ -6,7 +6,7 @@ import threading
 
 from inflight.engine.python_process import take_over_standard_streams
 from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import InMemory, Part
+from inflight.engine.ranks.messages import Part
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused
 
 
@@ -14,15 +14,14 @@ def main() -> int:
     link = StreamLink(*take_over_standard_streams())
     with garbage_collection_paused():  # this takes long, and what to load may not be known yet
         from inflight.engine.ranks.following import follow
-        from inflight.execution.ranks.memory_rank import MemoryRank
     part = link.receive()
-    if not isinstance(part, Part) or not isinstance(part.place, InMemory):
+    if not isinstance(part, Part):
         return 0
     place = part.place
     os.sched_setaffinity(0, place.cpus)  # before threads compute: each takes over what its maker may use
     threading.Thread(target=_end_with, args=(place.lifeline,), daemon=True).start()
     try:
-        return 1 if follow(part, lambda: MemoryRank(part.number, part.size, place.file), link) else 0
+        return 0 if follow(part, link) else 1
     finally:
         end_without_garbage_collection()
 

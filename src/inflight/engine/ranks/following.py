@@ -1,20 +1,18 @@
 """`follow`: what a rank that is not the first does: it computes what rank 0 tells it to."""
 
-from collections.abc import Callable
 from contextlib import suppress
 
-from inflight.engine.ranks.links import Link
+from inflight.engine.ranks.links import StreamLink
 from inflight.engine.ranks.messages import Failed, Part, Prepared, Step
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ranks.rank import Rank
 from inflight.garbage_collection import spare_what_stays
 
 
-def follow(part: Part, make_rank: Callable[[], Rank], link: Link) -> str | None:
-    """Load a part of a model and run its steps until rank 0 ends. Returns why that came before its time; None: it did
-    not."""
+def follow(part: Part, link: StreamLink) -> bool:
+    """Load a part of a model and run its steps until rank 0 ends. Returns whether nothing failed before that."""
     try:
-        rank = make_rank()
+        rank = Rank(part.number, part.size, part.place.file)
         rank.begin(0)
         runner = ModelRunner(part.model, part.config, rank)
         spare_what_stays()
@@ -26,9 +24,9 @@ def follow(part: Part, make_rank: Callable[[], Rank], link: Link) -> str | None:
             except Exception:
                 if not rank.is_given_up:
                     raise
-        return None
+        return True
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         with suppress(OSError):  # rank 0 has ended, which may be the reason
             link.send(Failed(reason))
-        return reason
+        return False

@@ -4,52 +4,26 @@ If one rank ends, none can go on: those that wait for it raise, and the others e
 """
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from queue import SimpleQueue
-from typing import Protocol
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
-from inflight.engine.ranks.links import Link
 from inflight.engine.ranks.local_ranks import local_ranks
-from inflight.engine.ranks.messages import Failed, InMemory, Message, OnNetwork, Part, Prepared, Step
-from inflight.engine.ranks.remote_ranks import RemoteRanks
-from inflight.execution.ranks.rank import Rank, has_heard_of_an_end
+from inflight.engine.ranks.messages import Failed, Message, Part, Prepared, Step
+from inflight.execution.ranks.rank import has_heard_of_an_end
 
 SECONDS_TO_NOTICE = 10.0
 """How long it may take from a rank's end, of which a meeting tells, until its link tells how it ended."""
 NOT_BY_ALL = "the model could not be loaded by all ranks"
-GIVEN_UP = "a step failed, and ranks on several machines cannot go on after that"
-
-
-class OtherRanks(Protocol):
-    """Ranks 1 and up, here or elsewhere.
-
-    Attributes:
-        links: to each of them.
-    """
-
-    links: list[Link]
-
-    def config_of_each(self, config: EngineConfig) -> EngineConfig:
-        """Each rank's own, rank 0's included, from that of all together."""
-
-    def place_of(self, number: int) -> InMemory | OnNetwork:
-        """Where a rank meets the others."""
-
-    def first(self) -> Rank:
-        """Rank 0."""
-
-    def end(self) -> None:
-        """End all of them."""
 
 
 class RankGroup:
-    """Starts the ranks, or waits until they have joined.
+    """Starts the ranks.
 
     Args:
         model: a hub id or a folder.
@@ -62,10 +36,9 @@ class RankGroup:
 
     def __init__(self, model: str, config: EngineConfig) -> None:
         size = config.tensor_parallel_size
-        address = config.rank_address
-        self._others: OtherRanks = local_ranks(size) if address is None else RemoteRanks(size, address)
+        self._others = local_ranks(size)
         self.config = replace(self._others.config_of_each(config), device="cpu")
-        self._links: Sequence[Link] = self._others.links
+        self._links = self._others.links
         self._number = 0
         self._loss: str | None = None
         self._has_lost = threading.Event()
@@ -113,8 +86,8 @@ class RankGroup:
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
         """Inside, rank 0 runs this plan; the others do, too. Raises `RankLostError` if one of them has ended."""
-        if not self.rank.can_go_on:
-            raise RankLostError(self._loss or GIVEN_UP)
+        if self._loss is not None:
+            raise RankLostError(self._loss)
         self._number += 1
         message = Step(self._number, replace(plan, assignments=()))
         try:
@@ -131,8 +104,8 @@ class RankGroup:
                 raise
             if has_heard_of_an_end(error):
                 raise self._lost(error) from error
-            if not self.rank.can_go_on or self._loss is not None:
-                raise RankLostError(self._loss or GIVEN_UP) from error
+            if self._loss is not None:
+                raise RankLostError(self._loss) from error
             raise
 
     def _lost(self, error: Exception) -> RankLostError:

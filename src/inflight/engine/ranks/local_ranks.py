@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.python_process import started
-from inflight.engine.ranks.links import Link, ProcessLink
-from inflight.engine.ranks.messages import InMemory
+from inflight.engine.ranks.links import ProcessLink
+from inflight.engine.ranks.messages import Place
 from inflight.machine import place, usable_memory
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ class LocalRanks:
             self._processes = [started("inflight.engine.ranks", files) for _ in self.placements[1:]]
         finally:
             os.close(self._lifeline)
-        self.links: list[Link] = [ProcessLink(each) for each in self._processes]
+        self.links = [ProcessLink(each) for each in self._processes]
 
     def config_of_each(self, config: EngineConfig) -> EngineConfig:
         """Each has its share of the cache, and of the cores."""
@@ -51,15 +51,15 @@ class LocalRanks:
         num_threads = config.num_threads or min(each.num_threads for each in self.placements)
         return replace(config, num_threads=num_threads, kv_cache_memory=memory)
 
-    def place_of(self, number: int) -> InMemory:
+    def place_of(self, number: int) -> Place:
         """Where a rank meets the others."""
-        return InMemory(self._file, self._lifeline, self.placements[number].cpus)
+        return Place(self._file, self._lifeline, self.placements[number].cpus)
 
     def first(self) -> Rank:
         """Rank 0."""
-        from inflight.execution.ranks.memory_rank import MemoryRank  # with torch
+        from inflight.execution.ranks.rank import Rank  # with torch
 
-        return MemoryRank(0, len(self.placements), self._file)
+        return Rank(0, len(self.placements), self._file)
 
     def end(self) -> None:
         """End all of them."""

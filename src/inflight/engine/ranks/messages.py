@@ -9,8 +9,8 @@ from inflight.contracts.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class InMemory:
-    """Ranks of one machine meet in memory that they share.
+class Place:
+    """Where a rank runs, and meets the others in memory that they share.
 
     Attributes:
         file: the descriptor of the file, which the rank has inherited.
@@ -24,17 +24,6 @@ class InMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class OnNetwork:
-    """Ranks of several machines meet over a network.
-
-    Attributes:
-        port: of the store where they find each other, on rank 0's machine.
-    """
-
-    port: int
-
-
-@dataclass(frozen=True, slots=True)
 class Part:
     """The first message to a rank: what it is to load, which rank it is, of how many, and where they meet."""
 
@@ -42,7 +31,7 @@ class Part:
     config: EngineConfig
     number: int
     size: int
-    place: InMemory | OnNetwork
+    place: Place
 
 
 @dataclass(frozen=True, slots=True)

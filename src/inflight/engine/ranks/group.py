@@ -136,7 +136,8 @@ class RankGroup:
         if not self._is_ending and self._loss is None:
             self._loss = f"rank {number} {ending}{failure}"
         self._has_lost.set()
-        self.rank.end()
+        if not self._is_ending:  # or the exchange may be gone
+            self.rank.end()
         said.put(None)
         if not self._is_ending:
             self._when_lost(RankLostError(self._loss))

@@ -93,7 +93,9 @@ figures: $(READY)         ## draw the figures of the documents anew, and record 
 census: $(READY)          ## run every causal LM class of transformers, write docs/census.md (ten minutes on two cores)
 	$(BIN)/inflight census --jobs $(PYTEST_WORKERS) --min-exact 170 --output docs/census.md
 
-wheel: $(READY)           ## dist/: a wheel with compiled kernels, and an sdist (four minutes on two cores)
+# The versions of torch, apart from the installed one, that a wheel needs no compiler for.
+wheel: export INFLIGHT_TORCH_VERSIONS ?= 2.11.0 2.12.0 2.12.1 2.13.0 2.14.0 2.14.1
+wheel: $(READY)           ## dist/: a wheel with compiled kernels, and an sdist (six minutes on two cores)
 	rm -rf build/wheel
 	HATCH_BUILD_HOOK_ENABLE_CUSTOM=true $(BIN)/python -m build --no-isolation --outdir build/wheel
 	PATH="$(BIN):$$PATH" $(BIN)/auditwheel repair --exclude libtorch_cpu.so --exclude libc10.so --exclude libgomp.so.1 \

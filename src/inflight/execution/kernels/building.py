@@ -66,10 +66,10 @@ def carried_kernels_name(target: Target) -> str:
     return f"carried/{target.name}.so"
 
 
-def carried_bridge_name() -> str:
-    """Where in this folder a wheel has the bridge for this torch. No other may load it, because torch's C++ interface
+def carried_bridge_name(torch_version: str = torch.__version__) -> str:
+    """Where in this folder a wheel has the bridge for a torch. No other may load it, because torch's C++ interface
     changes between versions; whether it knows CUDA makes no difference."""
-    return f"carried/torch-{torch.__version__.partition('+')[0]}.so"
+    return f"carried/torch-{torch_version.partition('+')[0]}.so"
 
 
 def compiler() -> str:
@@ -86,17 +86,17 @@ def build_kernels(library: Path, target_flags: Sequence[str]) -> None:
     _build(library, sources, [*FLAGS, *KERNEL_FLAGS, *target_flags], [])
 
 
-def build_bridge(library: Path) -> None:
-    """Compile the bridge to the torch here.
+def build_bridge(library: Path, folder: Path = Path(torch.__file__).parent) -> None:
+    """Compile the bridge to a torch.
 
     Args:
         library: where to; replaced at once, so nobody sees half of one.
+        folder: that of the package `torch`.
 
     Raises:
         OSError: there is no compiler, or no room.
         RuntimeError: the compiler failed; with what it said.
     """
-    folder = Path(torch.__file__).parent
     include = [f"-isystem{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     flags = [*FLAGS, *BRIDGE_FLAGS, *include]
     _build(library, [SOURCES / BRIDGE], flags, [f"-L{folder / 'lib'}", "-lc10", "-ltorch_cpu"])

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 
 from inflight.execution.kernels import PANEL_OUTPUTS
 from inflight.execution.mapped_memory import new_weight
+from inflight.execution.plain_linear import plain_linear
 
 CHUNK = 32
 """Inputs that are multiplied at a time."""
@@ -437,7 +438,7 @@ def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> t
         some = slice(first * PANEL_OUTPUTS, min((first + step) * PANEL_OUTPUTS, num_outputs))
         rows = replace(matrix, panels=matrix.panels[first : first + step])
         values = weight.like(matrices=[rows], shape=(some.stop - some.start, num_inputs)).values()
-        out[..., some] = functional.linear(x, values, None if bias is None else bias[some])
+        out[..., some] = plain_linear(x, values, None if bias is None else bias[some])
     return out
 
 

@@ -17,6 +17,7 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor
+from inflight.execution.plain_linear import PlainLinears
 from inflight.execution.preparation.agreement import (
     NOISE_MARGIN,
     NotFiniteError,
@@ -283,7 +284,8 @@ def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.T
 def _plain_logits(model: PreTrainedModel, *prompts: Sequence[int]) -> torch.Tensor:
     """The logits `[B, L, V]` of a call as anybody would make it: some models count positions in their own way."""
     tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
-    logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
+    with PlainLinears():
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits
 
 

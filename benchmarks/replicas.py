@@ -66,7 +66,7 @@ async def running(model: str | None, replicas: int, **options: Any) -> AsyncIter
     """Engines that are all loaded."""
     llm = AsyncLLM(None if model is None else str(model_folder(model)), replicas=replicas, **options)
     async with llm:
-        while len(llm._fleet.sessions()) < replicas:
+        while len(llm._client.sessions()) < replicas:
             await asyncio.sleep(0.1)
         yield llm
 
@@ -212,7 +212,7 @@ async def memory(options: argparse.Namespace) -> None:
         assert alone._launches is not None
         alone._launches._weights_files = {}
         async with alone:
-            while len(alone._fleet.sessions()) < 2:
+            while len(alone._client.sessions()) < 2:
                 await asyncio.sleep(0.1)
             for number in range(-1, options.rounds):
                 for name, llm in (("shared", shared), ("not shared", alone)):
@@ -221,7 +221,7 @@ async def memory(options: argparse.Namespace) -> None:
                     if number >= 0:
                         seconds[name].append(time.monotonic() - start)
             for name, llm in (("shared", shared), ("not shared", alone)):
-                mebibytes = sum(map(proportional_memory, llm._fleet.sessions().values()))
+                mebibytes = sum(map(proportional_memory, llm._client.sessions().values()))
                 print(
                     f"{name}: {mebibytes} MiB in both processes; 2 x 64 tokens {statistics.median(seconds[name]):.3f} s"
                 )

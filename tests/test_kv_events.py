@@ -212,7 +212,7 @@ def test_replicas_publish_on_ports_one_after_another(context: Any) -> None:
     async def check() -> None:
         llm = AsyncLLM(replicas=2, num_blocks=200, kv_events=config)
         async with llm:
-            while len(llm._fleet.sessions()) < 2:
+            while len(llm._client.sessions()) < 2:
                 await asyncio.sleep(0.01)
             for number in range(6):
                 async for _ in llm.generate([5 + number] * 40, GREEDY):

@@ -46,7 +46,7 @@ from inflight.garbage_collection import call_after
 from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.pooling.calls import AsyncPoolingCalls
 from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
-from inflight.replicas.fleet import Fleet
+from inflight.replicas.engine_client import EngineClient
 from inflight.replicas.launch import Launches, load_of
 from inflight.replicas.looking import RequestNames, looks, recording_of
 from inflight.replicas.placement import check_replicas
@@ -136,14 +136,14 @@ class AsyncLLM(AsyncPoolingCalls):
 
         self._launches: Launches | None = None
         if in_process:
-            self._fleet = Fleet([lambda: ThreadConnection(make, watching)], [None], restart_delays)
+            self._client = EngineClient([lambda: ThreadConnection(make, watching)], [None], restart_delays)
         else:
             self._launches = Launches(load_of(source, tokenizer, config, watching), num_replicas)
             connects, after = self._launches.connects, self._launches.after
-            self._fleet = Fleet(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
+            self._client = EngineClient(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
         self.num_replicas = num_replicas
         if starts_at_once and not in_process:
-            self._fleet.start()
+            self._client.start()
         try:
             if isinstance(source, str):
                 from inflight.execution.hf.source import check_source  # with transformers
@@ -151,7 +151,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 check_source(source, config)
             loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
         except BaseException:
-            self._fleet.stop()
+            self._client.stop()
             raise
         self._ready: Ready | None = None
         self._calls: dict[str, _Call] = {}
@@ -159,7 +159,7 @@ class AsyncLLM(AsyncPoolingCalls):
         self._numbers = count()
         self._seeds = Seeds(config.seed)
         self.adapters = AdapterNames(config)
-        call_after(self, self._fleet.stop)  # an engine must not outlive its front
+        call_after(self, self._client.stop)  # an engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
 
@@ -170,7 +170,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
     async def stop(self) -> None:
         """End the engine and wait until it has ended. Unfinished requests raise `EngineDeadError`."""
-        for session in self._fleet.stop():
+        for session in self._client.stop():
             await asyncio.to_thread(session.join)
 
     async def reload_weights(self) -> None:
@@ -184,7 +184,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         if self._launches is not None:
             self._launches.forget_weights()
-        for replaced in self._fleet.replace():
+        for replaced in self._client.replace():
             old = await asyncio.wrap_future(replaced)
             if old is not None:
                 await asyncio.to_thread(old.join)
@@ -203,7 +203,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         full = self.adapters.check_new(name, source)
         await self._session()
-        for session in self._fleet.sessions().values():
+        for session in self._client.sessions().values():
             with session.mailbox() as mailbox:
                 session.send(OpenAdapter(mailbox.address, full))
                 await mailbox.read()
@@ -213,7 +213,7 @@ class AsyncLLM(AsyncPoolingCalls):
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
         source = self.adapters.remove(name)
-        for session in self._fleet.sessions().values():
+        for session in self._client.sessions().values():
             session.send(CloseAdapter(source))
 
     async def __aenter__(self) -> Self:
@@ -240,7 +240,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         asked = {
             number: asyncio.ensure_future(asyncio.wait_for(_stats_of(session), seconds))
-            for number, session in self._fleet.sessions().items()
+            for number, session in self._client.sessions().items()
         }
         if asked:
             await asyncio.wait(asked.values())
@@ -248,7 +248,7 @@ class AsyncLLM(AsyncPoolingCalls):
         for number, answer in asked.items():
             match answer.exception():
                 case None:
-                    of_number[number] = replace(answer.result(), num_crashes=self._fleet.num_crashes_of(number))
+                    of_number[number] = replace(answer.result(), num_crashes=self._client.num_crashes_of(number))
                 case TimeoutError():
                     of_number[number] = None
         return of_number
@@ -270,7 +270,7 @@ class AsyncLLM(AsyncPoolingCalls):
         def recording(number: int) -> RecordTo | None:
             return None if record_to is None else recording_of(record_to, number, self.num_replicas)
 
-        async with aclosing(looks(self._fleet.sessions, self._names, interval, recording)) as states:
+        async with aclosing(looks(self._client.sessions, self._names, interval, recording)) as states:
             async for state in states:
                 yield state
 
@@ -278,7 +278,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """Whether the engine is loaded and running, or one of several is. Starts it if it is not, without waiting.
 
         Raises `EngineGivenUpError` if it has died too often, `ModelError` if its model cannot be loaded."""
-        started = self._fleet.start()
+        started = self._client.start()
         if started.done():
             started.result()
         return started.done()
@@ -286,7 +286,7 @@ class AsyncLLM(AsyncPoolingCalls):
     @property
     def num_crashes(self) -> int:
         """How often an engine has died."""
-        return self._fleet.num_crashes
+        return self._client.num_crashes
 
     async def check_health(self) -> None:
         """Return once the engine has answered. Raises `EngineDeadError` if it cannot be started."""
@@ -428,7 +428,7 @@ class AsyncLLM(AsyncPoolingCalls):
             await self._session()  # it may have died meanwhile
             is_background = request.priority == BACKGROUND
             kind = salt, source
-            with self._fleet.deliver(checked, kind, params.n, in_background=is_background) as delivery:
+            with self._client.deliver(checked, kind, params.n, in_background=is_background) as delivery:
                 session, address = delivery.session, delivery.mailbox.address
                 session.send(Generate(address, checked, params, request.priority, salt, source, deadline))
                 call.reach(session, address)
@@ -451,7 +451,7 @@ class AsyncLLM(AsyncPoolingCalls):
         if not request.texts:
             return []
         await self._session()
-        with self._fleet.deliver(request.texts[0].token_ids, None, len(request.texts)) as delivery:
+        with self._client.deliver(request.texts[0].token_ids, None, len(request.texts)) as delivery:
             session, address = delivery.session, delivery.mailbox.address
             session.send(Pool(address, request.texts))
             ended: Pooled | None = None
@@ -479,7 +479,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
     async def _session(self) -> Session:
         """A running engine, started if necessary."""
-        started = self._fleet.start()
+        started = self._client.start()
         session = started.result() if started.done() else await asyncio.wrap_future(started)
         self._ready = session.ready
         return session

@@ -79,7 +79,7 @@ def test_an_engine_that_is_stopped_is_killed_and_started_again(monkeypatch: pyte
         async with AsyncLLM(num_blocks=2000, restart_delays=(0.0,) * 9, step_timeout=3.0) as llm:
             stream = llm.generate(PROMPTS[0], ENDLESS)
             await anext(stream)
-            session = llm._fleet._supervisors[0]._session
+            session = llm._client._supervisors[0]._session
             assert session is not None
             assert isinstance(session._connection, ProcessConnection)
             os.kill(session._connection.pid, signal.SIGSTOP)

@@ -167,7 +167,7 @@ class Soak:
         rng = random.Random(f"{self.seed} kills")
         while time.monotonic() < self.until:
             await asyncio.sleep(rng.uniform(*SECONDS_BETWEEN_KILLS))
-            sessions = list(self.llm._fleet.sessions().values())
+            sessions = list(self.llm._client.sessions().values())
             if len(sessions) == 2:  # one always lives
                 connection = rng.choice(sessions)._connection
                 assert isinstance(connection, ProcessConnection)
@@ -238,9 +238,9 @@ async def soak(minutes: float, seed: int, folders: list[str]) -> Tally:
             await asyncio.sleep(0.1)
         assert stats.num_blocks_used == 0
         assert not llm._calls
-        for session in llm._fleet.sessions().values():
+        for session in llm._client.sessions().values():
             assert not session._mailboxes
-        router = llm._fleet._router
+        router = llm._client._router
         assert router is not None
         for replica in router._replicas:
             assert (replica.load.num_owed, replica.load.num_running) == (0, 0)

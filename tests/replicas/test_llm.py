@@ -33,7 +33,7 @@ def engine_of(llm: LLM) -> ReplicatedEngine:
 
 
 def kill(llm: LLM, number: int) -> None:
-    sessions = engine_of(llm)._fleet.sessions()
+    sessions = engine_of(llm)._client.sessions()
     if number in sessions:
         connection = sessions[number]._connection
         assert isinstance(connection, ProcessConnection)
@@ -60,7 +60,7 @@ def alone() -> LLM:
 
 def idle(llm: LLM) -> bool:
     engine = engine_of(llm)
-    sessions = engine._fleet.sessions().values()
+    sessions = engine._client.sessions().values()
     mailboxes = [address for session in sessions for address in session._mailboxes]
     return not (engine._requests or engine._backlog or engine._num_in_work or mailboxes)
 
@@ -77,14 +77,14 @@ def test_requests_of_an_engine_that_dies_are_run_again_elsewhere(llm: LLM) -> No
     expected = plain(LLM().generate(PROMPTS, params, use_tqdm=False))
     outputs: dict[int, RequestOutput] = {}
     streamed: dict[tuple[int, int], list[int]] = {}
-    num_crashes = engine_of(llm)._fleet.num_crashes
+    num_crashes = engine_of(llm)._client.num_crashes
     for number, delta in enumerate(llm.stream(PROMPTS, params)):
         if number == 100:
             kill(llm, 0)
         streamed.setdefault((delta.prompt_index, delta.index), []).extend(delta.token_ids)
         if delta.output is not None:
             outputs[delta.prompt_index] = delta.output
-    assert engine_of(llm)._fleet.num_crashes > num_crashes
+    assert engine_of(llm)._client.num_crashes > num_crashes
     assert plain([outputs[number] for number in range(len(PROMPTS))]) == expected
     for (prompt, index), token_ids in streamed.items():  # nothing twice, nothing lost
         assert token_ids == outputs[prompt].outputs[index].token_ids

@@ -35,13 +35,13 @@ def tokens(output: RequestOutput) -> list[list[int]]:
 
 
 async def all_loaded(llm: AsyncLLM) -> None:
-    while len(llm._fleet.sessions()) < llm.num_replicas:
+    while len(llm._client.sessions()) < llm.num_replicas:
         await llm.start()
         await asyncio.sleep(0.01)
 
 
 def pid_of(llm: AsyncLLM, number: int) -> int:
-    connection = llm._fleet.sessions()[number]._connection
+    connection = llm._client.sessions()[number]._connection
     assert isinstance(connection, ProcessConnection)
     return connection.pid
 

@@ -66,7 +66,7 @@ class Launches:
 
     Attributes:
         connects: for each replica, what starts its process.
-        after: for each replica, the one that must be loaded before; None: it starts at once (see `Fleet`).
+        after: for each replica, the one that must be loaded before; None: it starts at once (see `EngineClient`).
     """
 
     def __init__(self, load: Load, number: int) -> None:

@@ -23,7 +23,7 @@ from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.process.protocol import Abort, CloseAdapter, Generate, Load, OpenAdapter
 from inflight.engine.process.session import DirectMailbox
 from inflight.garbage_collection import call_after
-from inflight.replicas.fleet import Delivery, Fleet
+from inflight.replicas.engine_client import Delivery, EngineClient
 from inflight.replicas.launch import Launches
 from inflight.text.tokenizer import Tokenizer
 
@@ -59,20 +59,20 @@ class ReplicatedEngine:
     """See `Engine`, whose part for `LLM` it plays.
 
     Args:
-        fleet: its engines, which end with it.
+        client: its engines, which end with it.
         config, tokenizer: those of each engine.
 
     Raises:
         ModelError, EngineDeadError: no engine can be started.
     """
 
-    def __init__(self, fleet: Fleet, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
+    def __init__(self, client: EngineClient, config: EngineConfig, tokenizer: Tokenizer | None) -> None:
         self.config = config
         self.outbox: deque[SequenceOutput] = deque()
         self.observer: None = None
-        self._fleet = fleet
-        call_after(self, partial(_end, fleet))
-        ready = fleet.start().result()
+        self._client = client
+        call_after(self, partial(_end, client))
+        ready = client.start().result()
         self.model_info: ModelInfo = ready.ready.model_info
         self._default_params = ready.ready.default_params
         self._admission = Admission(config, self.model_info, tokenizer)
@@ -114,7 +114,7 @@ class ReplicatedEngine:
 
     def open_adapter(self, source: str) -> None:
         """See `Engine`; all engines read it. Raises `AdapterError`, `EngineDeadError`."""
-        for session in self._fleet.sessions().values():
+        for session in self._client.sessions().values():
             answers: SimpleQueue[object] = SimpleQueue()
             with session.mailbox(partial(DirectMailbox, take=answers.put)) as mailbox:
                 session.send(OpenAdapter(mailbox.address, source))
@@ -123,7 +123,7 @@ class ReplicatedEngine:
 
     def close_adapter(self, source: str) -> None:
         """See `Engine`."""
-        for session in self._fleet.sessions().values():
+        for session in self._client.sessions().values():
             session.send(CloseAdapter(source))
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
@@ -200,8 +200,8 @@ class ReplicatedEngine:
 
     def _has_room(self) -> bool:
         """Whether an engine has a place for another request. Those that have died start again meanwhile."""
-        self._fleet.start().result()
-        return self._num_in_work < IN_WORK_FOR_EACH_SLOT * self.config.max_num_seqs * len(self._fleet.sessions())
+        self._client.start().result()
+        return self._num_in_work < IN_WORK_FOR_EACH_SLOT * self.config.max_num_seqs * len(self._client.sessions())
 
     def _queue(self, request: _Request) -> None:
         self._requests[request.accepted.request.request_id] = request
@@ -250,7 +250,7 @@ class ReplicatedEngine:
         def mailbox(address: str) -> DirectMailbox:
             return DirectMailbox(address, put)
 
-        deliver = self._fleet.deliver(prompt, (salt, source), accepted.num_sequences, mailbox)
+        deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, mailbox)
         delivery = request.delivery = request.place.enter_context(deliver)
         params = replace(request.accepted.params, seed=accepted.seed)
         delivery.session.send(Generate(delivery.mailbox.address, prompt, params, accepted.priority, salt, source))
@@ -309,10 +309,10 @@ class ReplicatedEngine:
 def replicated_engine(load: Load, num_replicas: int, tokenizer: Tokenizer | None) -> ReplicatedEngine:
     """So many engines, loaded as `load` says. Raises `ModelError`, `EngineDeadError`."""
     launches = Launches(load, num_replicas)
-    fleet = Fleet(launches.connects, launches.after, num_slots=load.config.max_num_seqs)
-    return ReplicatedEngine(fleet, load.config, tokenizer)
+    client = EngineClient(launches.connects, launches.after, num_slots=load.config.max_num_seqs)
+    return ReplicatedEngine(client, load.config, tokenizer)
 
 
-def _end(fleet: Fleet) -> None:
-    for session in fleet.stop():
+def _end(client: EngineClient) -> None:
+    for session in client.stop():
         session.join()

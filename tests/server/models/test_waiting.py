@@ -242,9 +242,9 @@ def test_weights_are_loaded_anew_in_those_that_are_loaded(folders: dict[str, str
     with RunningModels(folders, engine={"in_process": False}) as server:
         server.complete("red")
         (red,) = server.served.pool.loaded().values()
-        before = red.llm._fleet.sessions()[0]
+        before = red.llm._client.sessions()[0]
         server.call(server.served.reload_weights())
-        assert red.llm._fleet.sessions()[0] is not before
+        assert red.llm._client.sessions()[0] is not before
         assert server.states == {"red": "loaded", "green": "unloaded", "blue": "unloaded"}
         assert server.complete("red")["model"] == "red"
 

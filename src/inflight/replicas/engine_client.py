@@ -1,5 +1,5 @@
-"""`Fleet`: the engines of one model, as one. Starts them, restarts those that have died, gives each request to one of
-them, and puts new ones in their places. Knows no prompt and no text.
+"""`EngineClient`: how fronts reach the engines of one model. Starts them, restarts those that have died, gives each request
+to one of them, and puts new ones in their places. Knows no prompt and no text.
 
 Replicas of one NUMA node are loaded one after another: what the first has found out and laid out, the others find. The
 first that is loaded takes all requests until others are.
@@ -50,7 +50,7 @@ class Delivery:
         return [*prompt, *outputs[0].token_ids] if outputs else []
 
 
-class Fleet:
+class EngineClient:
     """Any thread may call its methods.
 
     Args:

@@ -52,7 +52,7 @@ def end_without_garbage_collection() -> None:
 def call_after(owner: object, function: Callable[[], object]) -> None:
     """Call a function soon after an object is gone, or at the end of the process. It may take locks and wait: a thread
     that does nothing else calls it, or at the end the main thread, when nothing is collected any more."""
-    weakref.finalize(owner, _hand_over, function)
+    weakref.finalize(owner, call_soon, function)
     _start_thread()
 
 
@@ -60,11 +60,14 @@ _handed_over: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
 _is_ending = False
 
 
-def _hand_over(function: Callable[[], object]) -> None:
+def call_soon(function: Callable[[], object]) -> None:
+    """Call a function in a thread that does nothing else, or at once if the process is ending. Takes no lock that the
+    calling thread could hold, so the garbage collector may call it."""
+    _start_thread()
     if _is_ending:
         function()
     else:
-        _handed_over.put(function)  # which takes no lock that this thread could hold
+        _handed_over.put(function)
 
 
 @functools.cache

@@ -1,48 +1,51 @@
-"""`LLM`: the offline front. Prompts in, texts out, in the caller's process and thread.
+"""`LLM`: the offline front. Prompts in, texts out; the calling thread waits for them.
 
-Decides how the results of one call are put together, and how calls share the engine. Everything else belongs to the
-engine, or to `inputs`.
-
-Several calls may be open at a time: streams that are held, and calls of several threads, of which each steps the engine
-for all. What a step gave a call waits in its `_Stream` until its own caller takes it. So an interrupt loses nothing of
-another call; and if it tears the engine apart, the streams know what has to be told to a new start.
+Decides how the results of one call are put together. The engine runs in a thread of this process, or, with replicas or
+ranks, in processes; calls of several threads, and streams that are held, run in one batch there. An interrupt of a
+waiting caller aborts that caller's requests and touches nothing else.
 """
 
 import os
 import threading
-from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
+from functools import partial
 from itertools import count
 from numbers import Integral
-from typing import Any, Literal, cast
+from queue import SimpleQueue
+from typing import Any, Literal
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from inflight.adapter_names import AdapterNames
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import refuse_unknown_options
-from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta
+from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
-from inflight.engine.admission import AcceptedRequest
+from inflight.contracts.record import EngineStats, sum_of
+from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.engine import Engine
 from inflight.engine.making import make_engine
 from inflight.engine.pooling import PoolingEngine
+from inflight.engine.process.connection import ThreadConnection
+from inflight.engine.process.protocol import Abort, AskStats, Pool, Ready
+from inflight.engine.process.session import DirectMailbox, Mail
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
+from inflight.garbage_collection import call_after
 from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
 from inflight.observe.progress import with_progress
 from inflight.pooling.calls import PoolingCalls
-from inflight.pooling.checkpoint import pooling_plan
-from inflight.pooling.requests import Output, PoolingRequest
+from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
+from inflight.replicas.engine_client import EngineClient
 from inflight.replicas.launch import load_of
+from inflight.replicas.offline_call import OfflineCall, RefusedRequestError
 from inflight.replicas.placement import check_replicas
-from inflight.replicas.replicated_engine import replicated_engine
 from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
-from inflight.text.tokenizer import Tokenizer
 
 
 class LLM(PoolingCalls):
@@ -58,10 +61,11 @@ class LLM(PoolingCalls):
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
         replicas: how many engines run, each with all of the model, in a process and on cores of its own; "auto": one
             for each NUMA node. With 1 the engine runs in this process. With several, or with a `tensor_parallel_size`,
-            `model` and `tokenizer` are names, and `engine` has neither scheduler nor model to look into.
+            `model` and `tokenizer` are names.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Attributes:
+        config: the options, with all that were left out.
         adapters: the folder or hub repository of each adapter, by its name.
 
     Raises:
@@ -78,42 +82,69 @@ class LLM(PoolingCalls):
         replicas: int | Literal["auto"] = 1,
         **options: Any,
     ) -> None:
-        config, source = engine_config(options, "LLM"), model_source(model)
+        self.config, source = engine_config(options, "LLM"), model_source(model)
         if isinstance(source, str):
-            check_source(source, config)
-        self.tokenizer = load_tokenizer(source, tokenizer, config)
-        num_replicas = check_replicas(replicas, config.tensor_parallel_size)
-        self._make_engine = _maker(source, tokenizer, config, self.tokenizer, num_replicas)
-        self.engine = self._make_engine()
-        self.adapters = AdapterNames(config)
-        self._streams: dict[str, _Stream] = {}
-        self._abandoned: deque[_Stream] = deque()
+            check_source(source, self.config)
+        loaded = self.tokenizer = load_tokenizer(source, tokenizer, self.config)
+        num_replicas = check_replicas(replicas, self.config.tensor_parallel_size)
+        if num_replicas == self.config.tensor_parallel_size == 1:
+            self._client = _client_in_thread(lambda: make_engine(source, self.config, loaded))
+        else:
+            otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
+            self._client = EngineClient.in_processes(
+                load_of(source, tokenizer, self.config, otherwise=otherwise), num_replicas
+            )
+        call_after(self, partial(_end, self._client))
+        self.adapters = AdapterNames(self.config)
         self._request_ids = count()
-        self._turn = threading.RLock()  # one thread at a time; the other waits
-        self._inside = threading.Lock()  # held while the engine works; nothing that it calls may call it
         self._process_id = os.getpid()
+        self._ready: Ready = self._client.start().result().ready
+        self._admission = Admission(self.config, self.model_info, loaded)
 
     @property
     def model_info(self) -> ModelInfo:
         """What was found out about the model at load, and how it is run."""
-        return self.engine.model_info
+        return self._ready.model_info
+
+    @property
+    def engine(self) -> Engine:
+        """The engine in this process, if the model generates. Another thread runs it: look into it, or step it, while
+        no request runs.
+
+        Raises `RuntimeError` if it runs in other processes, or pools."""
+        connection = self._client.start().result().connection
+        if not isinstance(connection, ThreadConnection):
+            raise RuntimeError("the engine runs in another process, and cannot be looked into")
+        engine = connection.engine
+        if not isinstance(engine, Engine):
+            raise refusal_to_generate(self.model_info)
+        return engine
+
+    def stats(self) -> EngineStats:
+        """What the engine has done since it was made, and what it holds now; of several, the sum. Waits for the step
+        that is running."""
+        self._check_caller()
+        self._client.start().result()
+        answers = [session.ask(AskStats) for session in self._client.sessions().values()]
+        return replace(sum_of([answer.result() for answer in answers]), num_crashes=self._client.num_crashes)
 
     def reload_weights(self) -> None:
         """Load the model anew: from its folder, or from the loaded model as it is now (after a step of training, say).
-        The prefix cache is empty afterwards. Meanwhile there are two models in memory.
+        New requests get a new engine, with an empty prefix cache; a stream that has not ended goes on with the old
+        weights. Meanwhile there are two models in memory.
 
         Raises:
-            RuntimeError: a stream has not ended.
-            ModelError: the model cannot be loaded; the old one stays. Or its ranks are on other machines.
+            ModelError: the model cannot be loaded; the old one stays.
         """
-        with self._turn:
-            self._check_caller()
-            self._drop_abandoned()
-            if self._streams:
-                raise RuntimeError("the weights cannot be reloaded while a stream runs; let it end, or close it")
-            engine = self._make_engine()
-            engine.observer = self.engine.observer
-            self.engine = engine
+        self._check_caller()
+        session = self._client.start().result()
+        has_observer = isinstance(session.connection, ThreadConnection) and self.model_info.pooling is None
+        observer = self.engine.observer if has_observer else None
+        for replaced in self._client.replace():
+            replaced.result()
+        if observer is not None:
+            self.engine.observer = observer
+        self._ready = self._client.start().result().ready
 
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
         """Let requests ask for a LoRA adapter by this name from now on.
@@ -126,12 +157,15 @@ class LLM(PoolingCalls):
                 `adapters` (a `ValueError`).
         """
         full = self.adapters.check_new(name, os.fspath(source))
-        self.engine.open_adapter(full)
+        self._check_caller()
+        self._client.start().result()
+        for opened in self._client.open_adapter(full):
+            opened.result()
         self.adapters.add(name, full)
 
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
-        self.engine.close_adapter(self.adapters.remove(name))
+        self._client.close_adapter(self.adapters.remove(name))
 
     def cache_prefix(self, prompt: Prompt, adapter: str | None = None) -> int:
         """Compute a prompt, or find it, wait until it is saved in `prefix_cache_dir`, and pin it there: every engine of
@@ -142,21 +176,25 @@ class LLM(PoolingCalls):
             ValueError: there is no `prefix_cache_dir`, the prompt is none, or half of `prefix_cache_size` is pinned.
             OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` small.
         """
-        config = self.engine.config
-        if config.prefix_cache_dir is None:
+        if self.config.prefix_cache_dir is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
+        if self._client.num_replicas > 1:
+            raise ValueError("several replicas cannot say when a prefix is saved; pin it with replicas=1")
+        engine = self.engine
         params = SamplingParams(temperature=0, max_tokens=1)
         (output,) = self.generate([prompt], params, use_tqdm=False, adapter=adapter)
-        self.engine.save_prefixes(threading.TIMEOUT_MAX)
+        engine.save_prefixes(threading.TIMEOUT_MAX)
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         source = None if adapter is None else self.adapters.source_of(adapter)
-        self.engine.pin_prefix(output.prompt_token_ids, cache_salt, source)
+        engine.pin_prefix(output.prompt_token_ids, cache_salt, source)
         num_tokens = len(output.prompt_token_ids)
-        return num_tokens - num_tokens % config.block_size
+        return num_tokens - num_tokens % self.config.block_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
-        return self.engine.default_sampling_params()
+        if self.model_info.pooling is not None:
+            raise refusal_to_generate(self.model_info)
+        return self._ready.default_params
 
     def generate(
         self,
@@ -178,7 +216,7 @@ class LLM(PoolingCalls):
                 is.
 
         Raises:
-            InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index); nothing has run.
+            InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index).
         """
         stream = self._open_stream(prompts, sampling_params, priority, adapter)
         with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
@@ -257,12 +295,12 @@ class LLM(PoolingCalls):
             "adapter",
             "adapters",
         )
-        stream = _Stream()
+        stream = _Stream(is_one)
         for index, (prompt, params) in enumerate(zip(many, sampling_params, strict=True)):
             try:
                 self._accept(stream, index, prompt, params, priorities[index], adapters[index])
             except InvalidRequestError as error:
-                raise error if is_one else type(error)(f"prompt {index}: {error}") from None
+                raise stream.refusal(index, error) from None
         return stream
 
     def _accept(
@@ -276,111 +314,61 @@ class LLM(PoolingCalls):
     ) -> None:
         text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
-        with self._turn:
-            accepted = self.engine.accept(
-                request_id,
-                token_ids,
-                params,
-                priority=priority,
-                cache_salt=cache_salt,
-                adapter_source=None if adapter is None else self.adapters.source_of(adapter),
-            )
-            accepted = self.engine.compile(accepted)
+        accepted = self._admission.accept(
+            request_id,
+            token_ids,
+            params,
+            priority=priority,
+            cache_salt=cache_salt,
+            adapter_source=None if adapter is None else self.adapters.source_of(adapter),
+        )
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
 
     def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
-        """Submit a call's requests and step the engine until the last has finished."""
+        """Run a call's requests to their ends."""
+        self._check_caller()
+        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs)
         try:
-            self._submit(stream)
-            while stream.collectors:
-                if stream.has_news:
-                    yield stream.take_news()
-                else:
-                    self._step(stream)
-        finally:  # in any thread, and wherever the garbage collector may run
-            self._abandoned.append(stream)
-            self._drop_abandoned()
-
-    # ------------------------------------------------------------------------------------- pooling
+            with closing(call.outputs()) as outputs:
+                for request_id, output in outputs:
+                    yield stream.collectors[request_id].take_in(output)
+        except RefusedRequestError as refusal:
+            error = refusal.__cause__
+            if isinstance(error, InvalidRequestError):
+                error = stream.refusal(list(stream.collectors).index(refusal.request_id), error)
+            raise (error or refusal) from None
 
     def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
-        """Run a request to its end. Steps run the texts of all threads."""
-        engine = cast(PoolingEngine, self.engine)
-        request_id, ended = str(next(self._request_ids)), None
-        try:
-            with self._turn:
-                self._check_caller()
-                engine.submit(request_id, request.texts)
-            while ended is None:
-                with self._turn:
-                    self._check_caller()
-                    if (ended := engine.take(request_id)) is None:
-                        with self._inside:
-                            engine.step()
-        finally:
-            with self._turn:
-                engine.abort(request_id)
+        """Run a request to its end."""
+        if not request.texts:
+            return []
+        self._check_caller()
+        self._client.start().result()
+        mail: SimpleQueue[Mail] = SimpleQueue()
+        make_mailbox = partial(DirectMailbox, take=mail.put)
+        with self._client.deliver(request.texts[0].token_ids, None, len(request.texts), make_mailbox) as delivery:
+            session, address = delivery.session, delivery.mailbox.address
+            session.send(Pool(address, request.texts))
+            ended = None
+            try:
+                ((_, ended),) = mail.get()
+            finally:
+                if ended is None:
+                    session.send(Abort(address))
+        if isinstance(ended, Exception):
+            raise ended
         if ended.error is not None:
             raise RuntimeError(f"the texts could not be run: {ended.error}")
-        return request.finish(ended.values)
-
-    # ------------------------------------------------------------------------------------- the engine, shared
-
-    def _submit(self, stream: "_Stream") -> None:
-        with self._turn:
-            self._check_caller()
-            with self._inside:
-                self._mend()
-                for accepted in stream.accepted:
-                    self.engine.submit(accepted)
-                    self._streams[accepted.request.request_id] = stream
-
-    def _step(self, stream: "_Stream") -> None:
-        """Run one step for all open calls, unless another thread has run one for this stream meanwhile."""
-        with self._turn:
-            self._check_caller()
-            with self._inside:
-                self._mend()
-                if not stream.has_news:
-                    self.engine.advance()
-                    self._give_out()
-        self._drop_abandoned()
-
-    def _give_out(self) -> None:
-        """Give each stream what has come for it. Nothing is lost or given twice, wherever an exception comes."""
-        outbox = self.engine.outbox
-        while outbox:
-            news = outbox[0]
-            if (stream := self._streams.get(news.request_id)) is not None:
-                stream.hear(news)
-            outbox.popleft()
-
-    def _drop_abandoned(self) -> None:
-        """Abort what is unfinished of calls that have ended. In the middle of a step this is left to its end."""
-        while self._abandoned and not self._inside.locked():
-            with self._turn, self._inside:
-                self._mend()
-                while self._abandoned:
-                    for accepted in self._abandoned[0].accepted:
-                        self._streams.pop(accepted.request.request_id, None)
-                        self.engine.abort(accepted.request.request_id)
-                    self._abandoned.popleft()
-
-    def _mend(self) -> None:
-        """If an exception has torn the engine apart, start over with what the streams have heard."""
-        if self.engine.is_torn:
-            abandoned = set(map(id, self._abandoned))
-            streams = dict.fromkeys(stream for stream in self._streams.values() if id(stream) not in abandoned)
-            self.engine.start_over(live for stream in streams for live in stream.unfinished())
-        else:
-            self._give_out()  # what an interrupt left there
+        return request.finish([array("f", values) for values in ended.values])
 
     def _check_caller(self) -> None:
         """Refuse calls that would wait for ever."""
-        if self._inside.locked():
-            raise RuntimeError("this LLM is in the middle of a step: an observer or a hook cannot call it")
+        for session in self._client.sessions().values():
+            connection = session.connection
+            if isinstance(connection, ThreadConnection) and connection.thread is threading.current_thread():
+                raise RuntimeError("this LLM is in the middle of a step: an observer or a hook cannot call it")
         if self._process_id != os.getpid():
             raise RuntimeError(
                 "this process was forked from one that had loaded the model, and the threads that compute were not; "
@@ -389,59 +377,32 @@ class LLM(PoolingCalls):
 
 
 class _Stream:
-    """The requests of one call, and what was given to it."""
+    """The requests of one call.
 
-    def __init__(self) -> None:
+    Args:
+        is_one: whether the caller gave a prompt, and not a list of them.
+    """
+
+    def __init__(self, is_one: bool) -> None:
         self.accepted: list[AcceptedRequest] = []
         self.collectors: dict[str, Collector] = {}
-        self._heard: list[SequenceOutput] = []  # only grows: what an engine that starts over is told
-        self._num_taken = 0
+        self._is_one = is_one
 
-    @property
-    def has_news(self) -> bool:
-        """Whether its caller has not taken everything yet."""
-        return self._num_taken < len(self._heard)
-
-    def hear(self, news: SequenceOutput) -> None:
-        """Take in what a step gave one of the call's sequences, unless that was the last thing taken in."""
-        if not (self._heard and self._heard[-1] is news):
-            self._heard.append(news)
-
-    def take_news(self) -> TextDelta:
-        """Make the next piece for the caller."""
-        news = self._heard[self._num_taken]
-        delta = self.collectors[news.request_id].take_in(news)
-        if delta.output is not None:
-            del self.collectors[news.request_id]
-        self._num_taken += 1
-        return delta
-
-    def unfinished(self) -> Iterator[tuple[AcceptedRequest, list[SequenceOutput]]]:
-        """Its requests that have not ended, each with what was heard of it."""
-        heard: dict[str, list[SequenceOutput]] = {accepted.request.request_id: [] for accepted in self.accepted}
-        for news in self._heard:
-            heard[news.request_id].append(news)
-        for accepted in self.accepted:
-            told = heard[accepted.request.request_id]
-            if sum(news.finish_reason is not None for news in told) < accepted.params.n:
-                yield accepted, told
+    def refusal(self, index: int, error: InvalidRequestError) -> InvalidRequestError:
+        """What the caller gets if a prompt is refused."""
+        return error if self._is_one else type(error)(f"prompt {index}: {error}")
 
 
-def _maker(
-    source: str | PreTrainedModel,
-    tokenizer: str | os.PathLike[str] | PreTrainedTokenizerBase | None,
-    config: EngineConfig,
-    loaded: Tokenizer | None,
-    num_replicas: int,
-) -> Callable[[], Engine]:
-    """What makes the engine of an `LLM`, and another one when its weights are reloaded."""
-    if num_replicas == config.tensor_parallel_size == 1:
-        return lambda: cast(Engine, make_engine(source, config, loaded))  # one that pools refuses prompts
-    if pooling_plan(source, config, loaded) is not None:
-        raise ModelError("a model that pools runs in one process here; give replicas to AsyncLLM, or to the server")
-    otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
-    load = load_of(source, tokenizer, config, otherwise=otherwise)
-    return lambda: cast(Engine, replicated_engine(load, num_replicas, loaded))  # it does what is asked of one here
+def _client_in_thread(make: Callable[[], Engine | PoolingEngine]) -> EngineClient:
+    """A client of an engine in this process. The first engine is made here, so that its errors are raised as they are;
+    later ones are made in their threads."""
+    first = [make()]
+    return EngineClient.in_thread(lambda: first.pop() if first else make(), is_offline=True)
+
+
+def _end(client: EngineClient) -> None:
+    for session in client.stop():
+        session.join()
 
 
 def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:

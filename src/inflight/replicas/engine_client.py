@@ -1,24 +1,43 @@
-"""`EngineClient`: how fronts reach the engines of one model. Starts them, restarts those that have died, gives each request
-to one of them, and puts new ones in their places. Knows no prompt and no text.
+"""`EngineClient`: how fronts reach the engines of one model. Starts them, restarts those that have died, gives each
+request to one of them, and puts new ones in their places. Knows no prompt and no text.
 
 Replicas of one NUMA node are loaded one after another: what the first has found out and laid out, the others find. The
 first that is loaded takes all requests until others are.
 """
 
+import atexit
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING, Self
+from weakref import WeakSet
 
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.outputs import CompletionOutput
-from inflight.engine.process.connection import Connection
+from inflight.contracts.watching import Watching
+from inflight.engine.process.connection import Connection, ThreadConnection
+from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
 from inflight.engine.process.session import Mailbox, Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
+from inflight.replicas.launch import Launches
 from inflight.replicas.router import ReplicaSize, Router, Sent
+
+if TYPE_CHECKING:
+    from inflight.engine.engine import Engine
+    from inflight.engine.pooling import PoolingEngine
+
+_in_threads: "WeakSet[EngineClient]" = WeakSet()
+
+
+@atexit.register
+def _end_threads() -> None:
+    """A thread in the middle of a step would crash the interpreter's end."""
+    for session in [session for client in list(_in_threads) for session in client.stop()]:
+        session.join()
 
 
 class Delivery:
@@ -83,6 +102,42 @@ class EngineClient:
         self._known: dict[int, Session] = {}  # to the router
         self._is_wanted = False
         self._tried: set[int] = set()  # those whose first start has ended, well or not
+        self._launches: Launches | None = None
+
+    @classmethod
+    def in_thread(
+        cls,
+        load: "Callable[[], Engine | PoolingEngine]",
+        watching: Watching | None = None,
+        restart_delays: Sequence[float] = RESTART_DELAYS,
+        *,
+        is_offline: bool = False,
+    ) -> Self:
+        """An engine in a thread of this process; see `ThreadConnection`."""
+        client = cls([lambda: ThreadConnection(load, watching, is_offline=is_offline)], [None], restart_delays)
+        _in_threads.add(client)
+        return client
+
+    @classmethod
+    def in_processes(
+        cls,
+        load: Load,
+        number: int,
+        restart_delays: Sequence[float] = RESTART_DELAYS,
+        step_timeout: float | None = None,
+        routing: str = ROUTINGS[0],
+    ) -> Self:
+        """So many engines, each in a process and on cores of its own."""
+        launches = Launches(load, number)
+        slots = load.config.max_num_seqs
+        client = cls(launches.connects, launches.after, restart_delays, step_timeout, routing, slots)
+        client._launches = launches
+        return client
+
+    @property
+    def num_replicas(self) -> int:
+        """How many engines there are, running or not."""
+        return len(self._supervisors)
 
     @property
     def num_crashes(self) -> int:
@@ -127,6 +182,8 @@ class EngineClient:
         """Put a new engine in the place of each, one after another: each of these futures is done when the new one is
         loaded and gets the requests, with the old one, which ends when its last request has; take the next one then.
         If a new one cannot be loaded, the future has its error, and the old one stays."""
+        if self._launches is not None:
+            self._launches.forget_weights()
         return (each.replace() for each in self._supervisors)
 
     def _start(self, number: int) -> "Future[Session]":
@@ -141,6 +198,15 @@ class EngineClient:
             if after == number and self._is_wanted:
                 with suppress(EngineGivenUpError):  # which the next call will tell
                     self._start(follower)
+
+    def open_adapter(self, source: str) -> "list[Future[object]]":
+        """Let all engines read an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
+        return [each.ask(lambda address: OpenAdapter(address, source)) for each in self.sessions().values()]
+
+    def close_adapter(self, source: str) -> None:
+        """Let all engines forget an adapter; requests that have it keep it."""
+        for session in self.sessions().values():
+            session.send(CloseAdapter(source))
 
     # ------------------------------------------------------------------------------------- requests
 

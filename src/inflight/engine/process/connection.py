@@ -3,7 +3,6 @@ and from it without looking into them."""
 
 from __future__ import annotations
 
-import atexit
 import subprocess
 import threading
 from collections.abc import Callable
@@ -24,13 +23,13 @@ SECONDS_TO_END = 5.0
 
 
 class Connection(Protocol):
-    """One engine loop. Any thread may `send` and `close`; one thread receives."""
+    """One engine loop. Any thread may `send` and `close`; one thread listens."""
 
     def send(self, command: Command) -> None:
         """Queue a command, and return at once, whatever the engine is doing. Does nothing if the engine has ended."""
 
-    def receive(self) -> Event | None:
-        """Wait for the next event; None: the engine has ended, and no event will follow."""
+    def listen(self, take: Callable[[Event], None]) -> None:
+        """Call a function with each event, until the engine has ended."""
 
     def close(self) -> None:
         """Tell the engine to end, and return at once, without waiting for it."""
@@ -59,9 +58,10 @@ class ProcessConnection:
     def send(self, command: Command) -> None:
         self._frames.put(to_frame(command))
 
-    def receive(self) -> Event | None:
+    def listen(self, take: Callable[[Event], None]) -> None:
         assert self._process.stdout is not None
-        return read_event(self._process.stdout)
+        while (event := read_event(self._process.stdout)) is not None:
+            take(event)
 
     def close(self) -> None:
         self._frames.put(None)
@@ -92,20 +92,45 @@ class ProcessConnection:
 
 
 class ThreadConnection:
-    """A connection to a thread of this process: for models that are loaded already, which no other process can have."""
+    """A connection to an engine in this process: the thread that listens runs it.
 
-    def __init__(self, load: Callable[[], Engine | PoolingEngine], watching: Watching | None = None) -> None:
+    Args:
+        load: makes the engine, in that thread.
+        is_offline: see `serve`.
+
+    Attributes:
+        engine: once it is made.
+        thread: the one that runs it.
+    """
+
+    engine: Engine | PoolingEngine
+    thread: threading.Thread
+
+    def __init__(
+        self,
+        load: Callable[[], Engine | PoolingEngine],
+        watching: Watching | None = None,
+        *,
+        is_offline: bool = False,
+    ) -> None:
+        self._load, self._watching, self._is_offline = load, watching, is_offline
         self._commands: Commands = SimpleQueue()
-        self._events: SimpleQueue[Event | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, args=(load, watching), name="inflight: engine", daemon=True)
-        self._thread.start()
-        atexit.register(self._end)  # a thread in the middle of a step would crash the interpreter's end
 
     def send(self, command: Command) -> None:
         self._commands.put(command)
 
-    def receive(self) -> Event | None:
-        return self._events.get()
+    def listen(self, take: Callable[[Event], None]) -> None:
+        from inflight.engine.process.loop import serve  # with torch
+
+        def loaded() -> Engine | PoolingEngine:
+            self.engine = self._load()
+            return self.engine
+
+        self.thread = threading.current_thread()
+        try:
+            serve(loaded, self._commands, take, self._watching, is_offline=self._is_offline)
+        finally:
+            vars(self).pop("engine", None)
 
     def close(self) -> None:
         self._commands.put(None)
@@ -114,18 +139,4 @@ class ThreadConnection:
         """A thread cannot be killed."""
 
     def ending(self) -> str:
-        atexit.unregister(self._end)
-        self._thread.join()
         return "broke"
-
-    def _run(self, load: Callable[[], Engine | PoolingEngine], watching: Watching | None) -> None:
-        from inflight.engine.process.loop import serve  # with torch
-
-        try:
-            serve(load, self._commands, self._events.put, watching)
-        finally:
-            self._events.put(None)
-
-    def _end(self) -> None:
-        self.close()
-        self._thread.join(SECONDS_TO_END)

@@ -30,6 +30,7 @@ from inflight.engine.process.protocol import (
     Event,
     Failed,
     Generate,
+    GenerateMany,
     Live,
     OpenAdapter,
     Outputs,
@@ -53,10 +54,13 @@ def serve(
     commands: Commands,
     send: Callable[[Event], None],
     watching: Watching | None = None,
+    *,
+    is_offline: bool = False,
 ) -> bool:
     """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why.
 
     Args:
+        is_offline: callers wait for whole outputs and not for tokens, so no step's prefill is bounded for their sake.
         watching: who is told what it does; None: nobody.
     """
     try:
@@ -68,6 +72,8 @@ def serve(
         with ExitStack() as stack:
             tell_watchers = _watched(engine, watching or Watching(), stack)
             send(Ready(engine.model_info, engine.default_sampling_params()))
+            if not is_offline:
+                engine.prefill_limit = PrefillLimit()
             _Loop(engine, commands, send, tell_watchers).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))
@@ -105,7 +111,6 @@ class _Loop:
         self.send = send
         self._tell_watchers = tell_watchers
         self._feed = LiveFeed(engine)
-        engine.prefill_limit = PrefillLimit()  # callers wait for every token
         engine.when_lost(lambda error: commands.put(lambda: _raise(error)))
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
         self._compiling: set[str] = set()
@@ -136,6 +141,9 @@ class _Loop:
         match command:
             case Generate():
                 self._try_to(command.request_id, lambda: self._take_in(command))
+            case GenerateMany():
+                for each in command.requests:
+                    self._obey(each)
             case Pool():
                 self._try_to(command.request_id, lambda: _refuse_pooling(self.engine))
             case Abort():

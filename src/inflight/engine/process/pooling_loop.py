@@ -16,6 +16,7 @@ from inflight.engine.process.protocol import (
     Commands,
     Event,
     Generate,
+    GenerateMany,
     Live,
     OpenAdapter,
     Pool,
@@ -57,6 +58,9 @@ def _obey(engine: PoolingEngine, command: Command | Callable[[], None], send: Ca
                 engine.submit(command.request_id, command.texts)
             except (InvalidRequestError, QueueFullError) as error:
                 send(Refused(command.request_id, type(error).__name__, str(error)))
+        case GenerateMany():
+            for each in command.requests:
+                _obey(engine, each, send)
         case Generate() | OpenAdapter():
             send(Refused(command.request_id, InvalidRequestError.__name__, "this model does not generate text"))
         case Abort():

@@ -46,6 +46,12 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     deadline: float | None = None
 
 
+class GenerateMany(msgspec.Struct, tag=True, frozen=True):
+    """Run several requests; the next step finds all of them queued."""
+
+    requests: list[Generate]
+
+
 class Pool(msgspec.Struct, tag=True, frozen=True):
     """Run texts on a model that pools, and answer with `Pooled` of the same `request_id`."""
 
@@ -141,7 +147,7 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | Pool | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
+Command: TypeAlias = Generate | GenerateMany | Pool | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
 Event: TypeAlias = Ready | Outputs | Pooled | Stats | Live | AdapterOpened | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""

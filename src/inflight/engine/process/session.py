@@ -10,10 +10,10 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, TypeAlias
 
 from inflight.contracts import errors
 from inflight.contracts.errors import EngineDeadError, ModelError
@@ -47,7 +47,7 @@ class Mailbox:
         address: the `request_id` to use in commands.
     """
 
-    loop: asyncio.AbstractEventLoop | None
+    loop: asyncio.AbstractEventLoop
 
     def __init__(self, address: str) -> None:
         self.address = address
@@ -71,20 +71,20 @@ class Mailbox:
 
 
 class DirectMailbox(Mailbox):
-    """One that belongs to no event loop: a function gets each item, in the thread that listens to the engine.
+    """One that belongs to no event loop: a function gets what comes, in the thread that listens to the engine. Several
+    may have the same function, which then gets all that a step gave them at once.
 
     Args:
         take: that function.
     """
 
-    def __init__(self, address: str, take: Callable[[object], None]) -> None:
+    def __init__(self, address: str, take: "Callable[[Mail], None]") -> None:
         self.address = address
-        self.loop = None
-        self._take = take
+        self.take = take
 
-    def put(self, item: object) -> None:
-        """Hand an item on."""
-        self._take(item)
+
+Mail: TypeAlias = list[tuple[Mailbox, Any]]
+"""What came for whom."""
 
 
 class Session:
@@ -165,6 +165,36 @@ class Session:
             self._is_retired = True
         self._stop_if_done()
 
+    def ask(self, command: Callable[[str], Command]) -> "Future[Any]":
+        """Send a command that is answered. Done with the answer, or with the error of whoever refuses it.
+
+        Args:
+            command: makes it of the address to answer to.
+
+        Raises:
+            EngineDeadError: the engine has died or is retired.
+        """
+        answer: Future[Any] = Future()
+        answer.set_running_or_notify_cancel()
+        waiting = ExitStack()
+
+        def take(mail: Mail) -> None:
+            waiting.close()
+            (_, item), *_ = mail
+            if isinstance(item, Exception):
+                answer.set_exception(item)
+            else:
+                answer.set_result(item)
+
+        mailbox = waiting.enter_context(self.mailbox(lambda address: DirectMailbox(address, take)))
+        self.send(command(mailbox.address))
+        return answer
+
+    @property
+    def connection(self) -> Connection | None:
+        """What carries messages to the engine and back, once it is being started."""
+        return self._connection
+
     def send(self, command: Command) -> None:
         """Queue a command for the engine; do nothing if it has died."""
         assert self._connection is not None
@@ -210,7 +240,9 @@ class Session:
         if self._stopping.is_set():  # in between
             connection.close()
         failure: Failed | None = None
-        while (event := connection.receive()) is not None:
+
+        def take(event: Event) -> None:
+            nonlocal failure
             if isinstance(event, Failed):
                 failure = event
             else:
@@ -218,6 +250,8 @@ class Session:
             if isinstance(event, Ready):
                 seconds = time.monotonic() - start_time
                 logger.info("%s is ready after %.1f s: %s", self._name, seconds, _described(event))
+
+        connection.listen(take)
         ending = connection.ending()
         if failure is not None and failure.is_model_error:
             return ModelError(failure.message)
@@ -263,20 +297,21 @@ class Session:
 
     def _post(self, letters: Iterable[tuple[str, object]]) -> None:
         """Put letters into the mailboxes with their addresses, and skip mailboxes that were closed."""
-        sacks: dict[asyncio.AbstractEventLoop, list[tuple[Mailbox, object]]] = {}
+        of_loop: dict[asyncio.AbstractEventLoop, Mail] = {}
+        of_function: dict[Callable[[Mail], None], Mail] = {}
         for address, letter in letters:
             mailbox = self._mailboxes.get(address)
-            if mailbox is None:
-                continue
-            if mailbox.loop is None:
-                mailbox.put(letter)
-            else:
-                sacks.setdefault(mailbox.loop, []).append((mailbox, letter))
-        for loop, sack in sacks.items():
+            if isinstance(mailbox, DirectMailbox):
+                of_function.setdefault(mailbox.take, []).append((mailbox, letter))
+            elif mailbox is not None:
+                of_loop.setdefault(mailbox.loop, []).append((mailbox, letter))
+        for take, mail in of_function.items():
+            take(mail)
+        for loop, mail in of_loop.items():
             try:
-                loop.call_soon_threadsafe(_empty, sack)
+                loop.call_soon_threadsafe(_put_all, mail)
             except RuntimeError:  # the loop was closed, and with it all of its readers
-                for address in {mailbox.address for mailbox, _ in sack}:  # one may have several letters
+                for address in {mailbox.address for mailbox, _ in mail}:  # one may have several letters
                     self.send(Abort(address))
                     self._close(address)
 
@@ -292,8 +327,8 @@ class Session:
             self.stop()
 
 
-def _empty(sack: list[tuple[Mailbox, object]]) -> None:
-    for mailbox, letter in sack:
+def _put_all(mail: Mail) -> None:
+    for mailbox, letter in mail:
         mailbox.put(letter)
 
 

@@ -1,0 +1,200 @@
+"""`OfflineCall`: the requests of one call that waits for them, at the engines of a client.
+
+With one engine all are sent at once, so that its next step finds all of them. With several they are sent as places
+become free, so that none waits at a busy engine while another has nothing to do. The requests of an engine that has
+died run again elsewhere: as the same request gives the same tokens everywhere, those that were received before are left
+out.
+"""
+
+from collections import deque
+from collections.abc import Generator, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from functools import partial
+from queue import SimpleQueue
+
+from inflight.contracts.errors import EngineDeadError
+from inflight.contracts.outputs import SequenceOutput
+from inflight.engine.admission import AcceptedRequest
+from inflight.engine.process.protocol import Abort, Generate, GenerateMany
+from inflight.engine.process.session import DirectMailbox, Mail, Mailbox, Session
+from inflight.garbage_collection import call_soon
+from inflight.replicas.engine_client import Delivery, EngineClient
+
+IN_WORK_FOR_EACH_SLOT = 2
+"""So that another request waits where one gives its slot back."""
+MOST_DEATHS = 2
+"""A request that was at so many engines when they died ends with an error."""
+
+
+class RefusedRequestError(Exception):
+    """An engine has refused a request. The cause says why.
+
+    Attributes:
+        request_id: of the request.
+    """
+
+    def __init__(self, request_id: str) -> None:
+        super().__init__(request_id)
+        self.request_id = request_id
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that has not ended.
+
+    Attributes:
+        num_received: by sequence, how many tokens the caller has.
+        num_given: by sequence, how many the engine has given where the request runs now.
+        ended: the sequences whose end the caller has received.
+        place: what is left when the request ends or moves.
+    """
+
+    accepted: AcceptedRequest
+    num_received: dict[int, int] = field(default_factory=dict)
+    num_given: dict[int, int] = field(default_factory=dict)
+    ended: set[int] = field(default_factory=set)
+    num_deaths: int = 0
+    place: ExitStack = field(default_factory=ExitStack)
+    delivery: Delivery | None = None
+
+
+class OfflineCall:
+    """One thread uses it, and nothing of it is shared: an exception in that thread, wherever it comes, harms no other.
+
+    Args:
+        requests: what to run; their ids differ.
+        num_slots: how many sequences each engine runs at once.
+    """
+
+    def __init__(self, client: EngineClient, requests: Iterable[AcceptedRequest], num_slots: int) -> None:
+        self._client = client
+        self._requests = {each.request.request_id: _Request(each) for each in requests}
+        self._backlog = deque(self._requests.values())
+        self._num_slots = num_slots
+        self._num_in_work = 0
+        self._at: dict[Mailbox, _Request] = {}
+        self._mail: SimpleQueue[Mail] = SimpleQueue()
+
+    def outputs(self) -> Generator[tuple[str, SequenceOutput], None, None]:
+        """Run the requests, and yield what steps give their sequences, each with the request's id, until all have
+        ended. Leaving this early aborts the rest.
+
+        Raises:
+            RefusedRequestError: a request cannot be run.
+            EngineGivenUpError: all engines have died too often.
+        """
+        try:
+            while self._requests:
+                self._send_backlog()
+                for mailbox, letter in self._mail.get():
+                    if (request := self._at.get(mailbox)) is not None:
+                        request_id = request.accepted.request.request_id
+                        for output in self._take_in(request, letter):
+                            yield request_id, output
+        finally:
+            self._abort()
+
+    # ------------------------------------------------------------------------------------- to the engines
+
+    def _send_backlog(self) -> None:
+        """Send what there is room for. Engines that have died start again meanwhile."""
+        while self._backlog:
+            self._client.start().result()
+            commands: dict[Session, list[Generate]] = {}
+            try:
+                while self._backlog and self._has_room():
+                    session, command = self._deliver(self._backlog[0])
+                    self._backlog.popleft()
+                    commands.setdefault(session, []).append(command)
+            except EngineDeadError:
+                pass  # the next round starts it
+            for session, of_session in commands.items():
+                session.send(GenerateMany(of_session))
+            if not self._has_room():
+                return
+
+    def _has_room(self) -> bool:
+        num_running = len(self._client.sessions())
+        if self._client.num_replicas == 1:
+            return True
+        return self._num_in_work < max(1, IN_WORK_FOR_EACH_SLOT * self._num_slots * num_running)
+
+    def _deliver(self, request: _Request) -> tuple[Session, Generate]:
+        """Find an engine for a request. Returns it, with what is to be sent there."""
+        accepted = request.accepted.request
+        prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
+        make_mailbox = partial(DirectMailbox, take=self._mail.put)
+        deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, make_mailbox)
+        request.delivery = request.place.enter_context(deliver)
+        self._at[request.delivery.mailbox] = request
+        self._num_in_work += 1
+        params = replace(request.accepted.params, seed=accepted.seed)
+        address = request.delivery.mailbox.address
+        return request.delivery.session, Generate(address, prompt, params, accepted.priority, salt, source)
+
+    def _abort(self) -> None:
+        """Abort what has not ended. The garbage collector may call this in any thread, in the middle of anything: so it
+        sends what takes no lock, and leaves the rest to a thread that does nothing else."""
+        for request in self._requests.values():
+            if request.delivery is not None:
+                request.delivery.session.send(Abort(request.delivery.mailbox.address))
+                call_soon(request.place.close)
+        self._requests.clear()
+
+    # ------------------------------------------------------------------------------------- from the engines
+
+    def _take_in(self, request: _Request, letter: object) -> Iterable[SequenceOutput]:
+        """Take in what an engine says of a request. Returns what is new for the caller."""
+        if isinstance(letter, SequenceOutput):
+            return self._receive(request, letter)
+        self._leave(request)
+        if isinstance(letter, EngineDeadError):
+            return self._run_again(request, letter)
+        assert isinstance(letter, Exception)
+        raise RefusedRequestError(request.accepted.request.request_id) from letter
+
+    def _receive(self, request: _Request, output: SequenceOutput) -> Iterable[SequenceOutput]:
+        """Take in what an engine gave a sequence, but for what was received before."""
+        assert request.delivery is not None
+        request.delivery.begin()
+        index, token_ids = output.index, output.new_token_ids
+        if index in request.ended:
+            return ()
+        received, given = request.num_received.get(index, 0), request.num_given.get(index, 0)
+        num_again = min(max(0, received - given), len(token_ids))
+        request.num_given[index] = given + len(token_ids)
+        request.num_received[index] = received + len(token_ids) - num_again
+        is_end = output.finish_reason is not None
+        if is_end:
+            request.ended.add(index)
+            if len(request.ended) == request.accepted.params.n:
+                del self._requests[request.accepted.request.request_id]
+                self._leave(request)
+        if request.num_deaths == 0:
+            return (output,)
+        if num_again == len(token_ids) and not is_end:
+            return ()
+        new = token_ids[num_again:]
+        scores, prompt_scores = output.scores and output.scores[num_again:], None if received else output.prompt_scores
+        return (replace(output, new_token_ids=new, scores=scores, prompt_scores=prompt_scores),)
+
+    def _run_again(self, request: _Request, error: EngineDeadError) -> Iterable[SequenceOutput]:
+        """Its engine has died."""
+        request.num_deaths += 1
+        request.num_given.clear()
+        if request.num_deaths < MOST_DEATHS:
+            self._backlog.append(request)
+            return ()
+        request_id, num_sequences = request.accepted.request.request_id, request.accepted.params.n
+        del self._requests[request_id]
+        unfinished = sorted(set(range(num_sequences)) - request.ended)
+        return [SequenceOutput(request_id, index, [], "error", error=str(error)) for index in unfinished]
+
+    def _leave(self, request: _Request) -> None:
+        """It is at no engine any more."""
+        assert request.delivery is not None
+        del self._at[request.delivery.mailbox]
+        request.delivery = None
+        request.place.close()
+        self._num_in_work -= 1

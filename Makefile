@@ -57,14 +57,13 @@ agents: $(READY)          ## agents of other packages, which are installed, call
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
 	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging
 
-soak: $(READY)            ## the bookkeeping in random worlds and broken at every line, guesses, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
+soak: $(READY)            ## the bookkeeping in random worlds, guesses, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000
 	$(BIN)/python -m tests.batches.soak --seed 1 --kills 200
 	$(BIN)/python -m tests.replicas.soak --seed 1 --minutes 10
 	INFLIGHT_TEST_RAY_LONG=1 $(BIN)/python -m pytest tests/scale -k "killed or scales or goes_on"
-	INFLIGHT_TEST_EVERY_LINE=1 $(BIN)/python -m pytest tests/test_torn_engines.py
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.gguf.mutations --number 100_000
 	INFLIGHT_TEST_TRIAL=1 $(BIN)/python -m pytest tests/benchmarks/test_gpu_trial.py

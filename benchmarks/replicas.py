@@ -209,8 +209,8 @@ async def memory(options: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {"shared": [], "not shared": []}
     async with running(options.model, 2, **common) as shared:
         alone = AsyncLLM(str(model_folder(options.model)), replicas=2, **common)
-        assert alone._launches is not None
-        alone._launches._weights_files = {}
+        assert alone._client._launches is not None
+        alone._client._launches._weights_files = {}
         async with alone:
             while len(alone._client.sessions()) < 2:
                 await asyncio.sleep(0.1)

@@ -30,7 +30,7 @@ def main() -> None:
         for completion in output.outputs:
             print(f"[{completion.finish_reason}, {len(completion.token_ids)} tokens] {output.prompt}{completion.text}")
     num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
-    print(f"{num_tokens} tokens in {seconds:.2f} s, {llm.engine.stats().num_steps} steps")
+    print(f"{num_tokens} tokens in {seconds:.2f} s, {llm.stats().num_steps} steps")
 
 
 if __name__ == "__main__":

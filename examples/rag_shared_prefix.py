@@ -41,7 +41,7 @@ def main() -> None:
     for question, output in zip(QUESTIONS, outputs, strict=True):
         cached = output.metrics.num_cached_tokens
         print(f"{question:26} {cached:3} of {len(output.prompt_token_ids)} prompt tokens from the cache")
-    stats = llm.engine.stats()
+    stats = llm.stats()
     print(f"{stats.cache_hit_rate:.0%} of all prompt tokens were not computed again")
 
 

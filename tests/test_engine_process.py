@@ -144,8 +144,9 @@ class ScriptedEngine:
     def send(self, command: Command) -> None:
         self.commands.put(command)
 
-    def receive(self) -> Event | None:
-        return self.events.get()
+    def listen(self, take: Callable[[Event], None]) -> None:
+        while (event := self.events.get()) is not None:
+            take(event)
 
     def close(self) -> None:
         self.events.put(None)
@@ -422,7 +423,7 @@ def test_a_process_has_its_own_session_and_ends_when_told_to() -> None:
     connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
     assert os.getsid(connection.pid) == connection.pid
     connection.close()
-    assert connection.receive() is None
+    connection.listen(print)
     assert connection.ending() == "ended with exit code 0"
     connection.send(Abort("7"))  # this raises nothing
 
@@ -430,7 +431,7 @@ def test_a_process_has_its_own_session_and_ends_when_told_to() -> None:
 def test_a_killed_process_reports_the_signal() -> None:
     connection = ProcessConnection(Load(str(DEMO_MODEL), None, EngineConfig()))
     os.kill(connection.pid, signal.SIGSEGV)
-    assert connection.receive() is None
+    connection.listen(print)
     assert connection.ending() == "was killed by SIGSEGV"
 
 

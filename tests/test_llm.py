@@ -1,7 +1,10 @@
 """The offline `LLM`: prompts in, texts out."""
 
+import os
 import re
+import signal
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import torch
 from inflight import LLM, InvalidRequestError, SamplingParams
 from inflight.text import Tokenizer
 from tests import zoo
+from tests.settled import settled
 from tests.text.tokenizers_for_tests import byte_level
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)
@@ -77,7 +81,7 @@ def test_leaving_a_stream_early_frees_everything(llm: LLM) -> None:
     stream = llm.stream(PROMPTS, GREEDY)
     next(stream)
     stream.close()
-    assert not llm.engine.has_unfinished_requests
+    assert not settled(llm).has_unfinished_requests
     llm.engine.scheduler.block_pool.check([])
 
 
@@ -91,16 +95,45 @@ def test_two_concurrent_streams_each_get_their_own_outputs(tokenizer: Tokenizer)
     assert tokens == (plain(PROMPTS[0]), plain(PROMPTS[1]))
 
 
-def test_an_interrupt_leaves_the_llm_usable(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
+def test_an_interrupt_of_a_caller_that_waits_aborts_its_requests_alone(llm: LLM) -> None:
+    held = llm.stream(PROMPTS[0], GREEDY)
+    token_ids = next(held).token_ids
+    begun = threading.Event()
 
-    with monkeypatch.context() as patch:
-        patch.setattr(llm.engine.runner, "run", interrupted)
-        with pytest.raises(KeyboardInterrupt):
+    def interrupt() -> None:
+        begun.wait()
+        os.kill(os.getpid(), signal.SIGINT)
+
+    waits = threading.Thread(target=interrupt)
+    waits.start()
+    llm.engine.observer = lambda record: begun.set()
+
+    def generate() -> None:
+        while True:
             llm.generate(PROMPTS, GREEDY, use_tqdm=False)
-    assert not llm.engine.has_unfinished_requests
-    assert llm.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].outputs[0].token_ids == plain(PROMPTS[0])
+
+    with pytest.raises(KeyboardInterrupt):
+        generate()
+    llm.engine.observer = None
+    waits.join()
+    assert token_ids + [token_id for delta in held for token_id in delta.token_ids] == plain(PROMPTS[0])
+    assert not settled(llm).has_unfinished_requests
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
+def test_an_engine_whose_thread_is_left_is_made_again(
+    tokenizer: Tokenizer, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = LLM(zoo.build("gpt2"), tokenizer.inner, max_num_seqs=3)
+
+    def left(*_: object) -> None:
+        monkeypatch.undo()
+        raise error
+
+    monkeypatch.setattr(llm.engine.runner, "run", left)
+    outputs = llm.generate(PROMPTS, GREEDY, use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == list(map(plain, PROMPTS))
+    assert llm.stats().num_crashes == 1
 
 
 @pytest.mark.parametrize("include", [False, True])
@@ -245,7 +278,7 @@ def test_an_interrupt_outside_a_step_leaves_nothing_running(llm: LLM, monkeypatc
         patch.setattr("inflight.observe.progress.tqdm.update", interrupted)
         with pytest.raises(KeyboardInterrupt):
             llm.generate(PROMPTS, GREEDY)
-    assert not llm.engine.has_unfinished_requests
+    assert not settled(llm).has_unfinished_requests
 
 
 @pytest.mark.parametrize(
@@ -331,7 +364,9 @@ def test_many_sequences_take_no_more_work_for_each() -> None:
         before = sys.gettrace()
         sys.settrace(count)
         try:
-            llm.generate([[1, 2, 3]], SamplingParams(n=n, max_tokens=2), use_tqdm=False)
+            llm.engine.submit(llm.engine.accept("many", [1, 2, 3], SamplingParams(n=n, max_tokens=2)))
+            while llm.engine.has_unfinished_requests:
+                llm.engine.step()
         finally:
             sys.settrace(before)
         num_looks.append(lines)

@@ -29,13 +29,10 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
-from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import (
     Abort,
     AskStats,
-    CloseAdapter,
     Generate,
-    OpenAdapter,
     Pool,
     Pooled,
     Ready,
@@ -47,7 +44,7 @@ from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params
 from inflight.pooling.calls import AsyncPoolingCalls
 from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
 from inflight.replicas.engine_client import EngineClient
-from inflight.replicas.launch import Launches, load_of
+from inflight.replicas.launch import load_of
 from inflight.replicas.looking import RequestNames, looks, recording_of
 from inflight.replicas.placement import check_replicas
 from inflight.sources import engine_config, load_tokenizer, model_source
@@ -134,13 +131,11 @@ class AsyncLLM(AsyncPoolingCalls):
 
             return make_engine(source, config, loaded)
 
-        self._launches: Launches | None = None
         if in_process:
-            self._client = EngineClient([lambda: ThreadConnection(make, watching)], [None], restart_delays)
+            self._client = EngineClient.in_thread(make, watching, restart_delays)
         else:
-            self._launches = Launches(load_of(source, tokenizer, config, watching), num_replicas)
-            connects, after = self._launches.connects, self._launches.after
-            self._client = EngineClient(connects, after, restart_delays, step_timeout, routing, config.max_num_seqs)
+            load = load_of(source, tokenizer, config, watching)
+            self._client = EngineClient.in_processes(load, num_replicas, restart_delays, step_timeout, routing)
         self.num_replicas = num_replicas
         if starts_at_once and not in_process:
             self._client.start()
@@ -182,8 +177,6 @@ class AsyncLLM(AsyncPoolingCalls):
             ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
             ModelError: its ranks are on other machines, where nobody waits to be one of the new engine's.
         """
-        if self._launches is not None:
-            self._launches.forget_weights()
         for replaced in self._client.replace():
             old = await asyncio.wrap_future(replaced)
             if old is not None:
@@ -203,18 +196,14 @@ class AsyncLLM(AsyncPoolingCalls):
         """
         full = self.adapters.check_new(name, source)
         await self._session()
-        for session in self._client.sessions().values():
-            with session.mailbox() as mailbox:
-                session.send(OpenAdapter(mailbox.address, full))
-                await mailbox.read()
+        for opened in self._client.open_adapter(full):
+            await asyncio.wrap_future(opened)
         self.adapters.check_new(name, source)  # another may have come first
         self.adapters.add(name, full)
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
-        source = self.adapters.remove(name)
-        for session in self._client.sessions().values():
-            session.send(CloseAdapter(source))
+        self._client.close_adapter(self.adapters.remove(name))
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -513,9 +502,7 @@ class _Call:
 
 
 async def _stats_of(session: Session) -> EngineStats:
-    with session.mailbox() as mailbox:
-        session.send(AskStats(mailbox.address))
-        stats: EngineStats = (await mailbox.read())[0]
+    stats: EngineStats = await asyncio.wrap_future(session.ask(AskStats))
     return stats
 
 

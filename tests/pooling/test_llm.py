@@ -278,12 +278,17 @@ def test_a_model_that_generates_does_not_pool(llm: Any) -> None:
         ({"executor": "rows"}, "executor is 'rows'; a model that pools runs packed"),
         ({"max_model_len": 500}, "max_model_len is 500; this model accepts at most 160"),
         ({"task": "classify"}, "task is 'classify', but the checkpoint's architecture is BertModel"),
-        ({"replicas": 2}, "a model that pools runs in one process here"),
     ],
 )
 def test_options_that_do_not_fit_are_refused(bert: str, options: dict[str, Any], message: str) -> None:
     with pytest.raises(ModelError, match=message):
         LLM(bert, **options)
+
+
+def test_replicas_pool(bert: str) -> None:
+    texts = [[1, 2, 3], [4, 5], [6] * 9]
+    expected = [output.embedding for output in LLM(bert).embed(texts)]
+    assert [output.embedding for output in LLM(bert, replicas=2).embed(texts)] == expected
 
 
 @pytest.mark.parametrize(

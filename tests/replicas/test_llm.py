@@ -2,38 +2,21 @@
 
 import os
 import signal
-import sys
 import threading
-from contextlib import suppress
-from itertools import islice
-from types import FrameType
-from typing import Any
 
 import pytest
 
 from inflight import LLM, InvalidRequestError, ModelError, SamplingParams, StructuredOutput
 from inflight.contracts.outputs import RequestOutput
 from inflight.engine.process.connection import ProcessConnection
-from inflight.replicas import replicated_engine
-from inflight.replicas.replicated_engine import ReplicatedEngine
 from tests import zoo
-
-
-class Injected(BaseException):
-    """What is raised where nobody expects it."""
-
 
 PROMPTS = [f"Once upon a time, number {number}" for number in range(24)]
 SAMPLED = SamplingParams(temperature=0.9, max_tokens=40, n=2, logprobs=1, prompt_logprobs=0)
 
 
-def engine_of(llm: LLM) -> ReplicatedEngine:
-    assert isinstance(llm.engine, ReplicatedEngine)
-    return llm.engine
-
-
 def kill(llm: LLM, number: int) -> None:
-    sessions = engine_of(llm)._client.sessions()
+    sessions = llm._client.sessions()
     if number in sessions:
         connection = sessions[number]._connection
         assert isinstance(connection, ProcessConnection)
@@ -59,10 +42,10 @@ def alone() -> LLM:
 
 
 def idle(llm: LLM) -> bool:
-    engine = engine_of(llm)
-    sessions = engine._client.sessions().values()
-    mailboxes = [address for session in sessions for address in session._mailboxes]
-    return not (engine._requests or engine._backlog or engine._num_in_work or mailboxes)
+    """Whether every request has been left. (A stream that is closed leaves them in another thread.)"""
+    while any(session._mailboxes for session in llm._client.sessions().values()):
+        pass
+    return llm.stats().num_running == llm.stats().num_waiting == 0
 
 
 def test_outputs_are_those_of_one_engine(llm: LLM, alone: LLM) -> None:
@@ -77,14 +60,14 @@ def test_requests_of_an_engine_that_dies_are_run_again_elsewhere(llm: LLM) -> No
     expected = plain(LLM().generate(PROMPTS, params, use_tqdm=False))
     outputs: dict[int, RequestOutput] = {}
     streamed: dict[tuple[int, int], list[int]] = {}
-    num_crashes = engine_of(llm)._client.num_crashes
+    num_crashes = llm._client.num_crashes
     for number, delta in enumerate(llm.stream(PROMPTS, params)):
         if number == 100:
             kill(llm, 0)
         streamed.setdefault((delta.prompt_index, delta.index), []).extend(delta.token_ids)
         if delta.output is not None:
             outputs[delta.prompt_index] = delta.output
-    assert engine_of(llm)._client.num_crashes > num_crashes
+    assert llm._client.num_crashes > num_crashes
     assert plain([outputs[number] for number in range(len(PROMPTS))]) == expected
     for (prompt, index), token_ids in streamed.items():  # nothing twice, nothing lost
         assert token_ids == outputs[prompt].outputs[index].token_ids
@@ -121,57 +104,6 @@ def test_a_stream_that_is_closed_leaves_nothing_and_others_go_on(llm: LLM, alone
     assert idle(llm)
 
 
-@pytest.mark.thorough
-def test_an_exception_at_any_line_costs_other_streams_nothing(llm: LLM, alone: LLM) -> None:
-    """As `tests/test_torn_engines.py` has it, for the bookkeeping of replicas."""
-    held_params = SamplingParams(temperature=1.0, seed=4, max_tokens=40, n=2, ignore_eos=True)
-    (held,) = alone.generate([PROMPTS[0]], held_params, use_tqdm=False)
-    next_params = SamplingParams(temperature=0, max_tokens=6)
-    expected = plain(alone.generate(PROMPTS[:3], next_params, use_tqdm=False))
-    path = replicated_engine.__file__
-
-    def check(at: int | None) -> list[int]:
-        lines: list[int] = []
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            if frame.f_code.co_filename != path:
-                return None
-            if event == "line":
-                lines.append(frame.f_lineno)
-                if len(lines) - 1 == at:
-                    sys.settrace(None)
-                    raise Injected
-            return trace
-
-        stream, heard = llm.stream([PROMPTS[0]], held_params), {0: list[int](), 1: list[int]()}
-        for delta in islice(stream, 3):
-            heard[delta.index] += delta.token_ids
-        with suppress(Injected):
-            sys.settrace(trace)
-            try:
-                closed = llm.stream(PROMPTS[:3], SamplingParams(temperature=0, max_tokens=20, n=2))
-                next(closed)
-                closed.close()
-                llm.generate(PROMPTS[:2], next_params, use_tqdm=False)
-            finally:
-                sys.settrace(None)
-        for delta in stream:
-            heard[delta.index] += delta.token_ids
-        assert heard == {each.index: each.token_ids for each in held.outputs}, at
-        assert plain(llm.generate(PROMPTS[:3], next_params, use_tqdm=False)) == expected
-        engine = engine_of(llm)
-        assert not engine.is_torn
-        assert (len(engine._requests), len(engine._backlog), engine._num_in_work) == (0, 0, 0)
-        return lines
-
-    events: dict[int, list[int]] = {}
-    for number, line in enumerate(check(None)):
-        events.setdefault(line, []).append(number)
-    assert len(events) > 60
-    for at in sorted({at for numbers in events.values() for at in (numbers[0], numbers[-1])}):
-        check(at)
-
-
 def test_threads_share_the_engines(llm: LLM, alone: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=30)
     expected = [plain([each]) for each in alone.generate(PROMPTS, params, use_tqdm=False)]
@@ -203,7 +135,7 @@ def test_what_is_wrong_is_refused(llm: LLM) -> None:
 
 def test_weights_are_reloaded_into_new_engines(llm: LLM) -> None:
     params = SamplingParams(temperature=0, max_tokens=20)
-    before, engine = plain(llm.generate(PROMPTS[:3], params, use_tqdm=False)), llm.engine
+    before, sessions = plain(llm.generate(PROMPTS[:3], params, use_tqdm=False)), llm._client.sessions()
     llm.reload_weights()
-    assert llm.engine is not engine
+    assert not set(sessions.values()) & set(llm._client.sessions().values())
     assert plain(llm.generate(PROMPTS[:3], params, use_tqdm=False)) == before

@@ -116,7 +116,7 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
     )
     params = [SamplingParams(temperature=0, max_tokens=each.num_tokens, ignore_eos=True) for each in requests]
     outputs = llm.generate([each.prompt for each in requests], params, use_tqdm=False)
-    finding = replace(finding, num_preemptions=llm.engine.stats().num_preemptions)
+    finding = replace(finding, num_preemptions=llm.stats().num_preemptions)
     return judge(model, requests, outputs, finding)
 
 

@@ -78,6 +78,8 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     def see(record: StepRecord) -> None:
         view.see(record)
         log.see_step(len(record.spans), record.num_blocks_used, record.duration)
+        if slow:
+            time.sleep(0.01 * len(record.spans))
 
     llm.engine.observer = see
     texts = [text for text, _ in PROMPTS]
@@ -91,8 +93,6 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
             if delta.output is not None:
                 outputs[delta.prompt_index] = delta.output
                 view.count_finished()
-            if slow:
-                time.sleep(0.01)
     seconds = time.monotonic() - start
     for index, text in enumerate(texts):
         continuation = escape(outputs[index].outputs[0].text)
@@ -105,7 +105,7 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
         highlight=False,
     )
     console.print(f"\nThe race: {len(texts)} requests of mixed lengths, {slots} slots, four ways (`inflight race`)\n")
-    setting = Setting(str(DEMO_MODEL), replace(llm.engine.config, dtype="float32"))
+    setting = Setting(str(DEMO_MODEL), replace(llm.config, dtype="float32"))
     requests = mixed_requests(len(texts), 100, info.vocab_size, seed=0)
     console.print(run_race(setting.methods, requests, slots, console))
 

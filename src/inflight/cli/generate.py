@@ -105,8 +105,8 @@ def generate(
     with (
         out,
         _recorded(llm, record),
-        closing(llm.stream(inputs, params, adapter=adapter)) as deltas,
-        _interrupts_between_steps(llm),
+        closing(llm.stream(inputs, params, adapter=adapter)) as stream,
+        _interrupts_between(stream) as deltas,
     ):
         shown = with_progress(deltas, len(lines), seconds_between=seconds_between_drawings())
         _write_in_order(deltas if quiet else shown, lines, out)
@@ -157,17 +157,19 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
         return
     from inflight.observe.recorder import Recorder
 
-    with Recorder(path, llm.engine.config, llm.engine.model_info) as recorder:
+    with Recorder(path, llm.config, llm.model_info) as recorder:
         llm.engine.observer = recorder.see
         try:
             yield
         finally:
             llm.engine.observer = None
+            llm.stats()  # the step that runs is recorded, and no other
 
 
 @contextmanager
-def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
-    """Delay Ctrl-C to the end of a step, so that no result is half written; a second Ctrl-C takes effect at once."""
+def _interrupts_between(deltas: "Iterator[TextDelta]") -> Iterator[Iterator["TextDelta"]]:
+    """Delay Ctrl-C to the next piece of text, so that no result is half written; a second Ctrl-C takes effect at
+    once."""
     is_interrupted = False
 
     def note(*_: object) -> None:
@@ -176,18 +178,16 @@ def _interrupts_between_steps(llm: "LLM") -> Iterator[None]:
             raise KeyboardInterrupt
         is_interrupted = True
 
-    def interrupt(_: object) -> None:
-        if is_interrupted:
-            raise KeyboardInterrupt
+    def until_interrupted() -> "Iterator[TextDelta]":
+        for delta in deltas:
+            yield delta
+            if is_interrupted:
+                raise KeyboardInterrupt
 
-    from inflight.observe.recorder import observe_with
-
-    before, observer = signal.signal(signal.SIGINT, note), llm.engine.observer
-    llm.engine.observer = observe_with(observer, interrupt)
+    before = signal.signal(signal.SIGINT, note)
     try:
-        yield
+        yield until_interrupted()
     finally:
-        llm.engine.observer = observer
         signal.signal(signal.SIGINT, before)
 
 

@@ -60,7 +60,8 @@ def serve(
     """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why.
 
     Args:
-        is_offline: callers wait for whole outputs and not for tokens, so no step's prefill is bounded for their sake.
+        is_offline: callers wait for whole outputs and not for tokens: no step's prefill is bounded for their sake, and
+            requests are compiled in turn, so that they are queued in the order in which they came.
         watching: who is told what it does; None: nobody.
     """
     try:
@@ -74,7 +75,7 @@ def serve(
             send(Ready(engine.model_info, engine.default_sampling_params()))
             if not is_offline:
                 engine.prefill_limit = PrefillLimit()
-            _Loop(engine, commands, send, tell_watchers).run()
+            _Loop(engine, commands, send, tell_watchers, compiles_beside=not is_offline).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))
         return False
@@ -104,12 +105,19 @@ def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[
 
 class _Loop:
     def __init__(
-        self, engine: Engine, commands: Commands, send: Callable[[Event], None], tell_watchers: Callable[[], None]
+        self,
+        engine: Engine,
+        commands: Commands,
+        send: Callable[[Event], None],
+        tell_watchers: Callable[[], None],
+        *,
+        compiles_beside: bool,
     ) -> None:
         self.engine = engine
         self.commands = commands
         self.send = send
         self._tell_watchers = tell_watchers
+        self._compiles_beside = compiles_beside
         self._feed = LiveFeed(engine)
         engine.when_lost(lambda error: commands.put(lambda: _raise(error)))
         self._pool = ThreadPoolExecutor(NUM_COMPILING, "inflight: compiling")
@@ -180,7 +188,7 @@ class _Loop:
             adapter_source=asked.adapter_source,
             deadline=asked.deadline,
         )
-        if accepted.is_compiled:
+        if accepted.is_compiled or not self._compiles_beside:
             engine.submit(accepted)
             return
         engine.check_room(accepted)

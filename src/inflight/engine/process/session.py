@@ -217,7 +217,7 @@ class Session:
     def _run(self) -> None:
         try:
             error = self._listen()
-        except Exception as failure:  # no process could be started, or what it wrote could not be read
+        except BaseException as failure:  # no process could be started, or understood; or its thread was left
             error = EngineDeadError(f"{self._name} could not be started or understood: {failure!r}")
             if self._connection is not None:
                 self._connection.kill()

@@ -8,7 +8,6 @@ called meanwhile. Lines of code are those that are neither blank nor comment nor
 
 import ast
 import sys
-import threading
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
@@ -56,13 +55,15 @@ def files_on_the_path() -> list[Path]:
             reached.setdefault(frame.f_code.co_filename)
 
     params = [SamplingParams(temperature=0, max_tokens=8), SamplingParams(max_tokens=8)]
-    threading.setprofile(see)
+    (session,) = llm._client.sessions().values()
+    session.send(lambda: sys.setprofile(see))  # type: ignore[arg-type]  # in the engine's thread
+    llm.stats()
+    reached.clear()
     sys.setprofile(see)
     try:
         llm.generate(["Once upon a time", "One morning"], params, use_tqdm=False)
     finally:
         sys.setprofile(None)
-        threading.setprofile(None)
     return [Path(name) for name in reached]
 
 

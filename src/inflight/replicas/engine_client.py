@@ -227,6 +227,10 @@ class EngineClient:
         """
         available = self.sessions()
         failure = EngineDeadError("no engine is running")
+        if len(self._supervisors) == 1 and available:
+            with available[0].mailbox(make_mailbox) as mailbox:
+                yield Delivery(available[0], mailbox, lambda: None)
+            return
         while available:
             with self._lock:
                 router = self._router_of(available)

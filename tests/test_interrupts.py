@@ -21,7 +21,6 @@ import pytest
 import inflight
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import TornEngineError
 from inflight.contracts.outputs import TextDelta
 from inflight.contracts.record import StepRecord
 from inflight.engine.engine import Engine
@@ -181,26 +180,6 @@ def test_a_stream_may_be_closed_by_the_garbage_collector_at_any_line(world: Worl
 
     for at in places_to_break(check(None)):
         check(at)
-
-
-def test_a_torn_engine_refuses_to_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(zoo.build("llama"), EngineConfig(speculation="off"))
-    accepted = engine.accept("a", [1, 2, 3], SamplingParams(temperature=0, max_tokens=6))
-    engine.submit(accepted)
-    told = engine.step() + engine.step()
-    with monkeypatch.context() as patch:
-        patch.setattr(engine.scheduler, "commit", lambda *_: raise_injected())
-        with pytest.raises(Injected):
-            engine.step()
-    with pytest.raises(TornEngineError, match="its state is not known"):
-        engine.step()
-    with pytest.raises(TornEngineError):
-        engine.submit(engine.accept("b", [1, 2, 3], SamplingParams()))
-    engine.start_over([(accepted, told)])
-    while engine.has_unfinished_requests:
-        told += engine.step()
-    token_ids = [token_id for output in told for token_id in output.new_token_ids]
-    assert token_ids == zoo.plain_greedy(zoo.build("llama"), [1, 2, 3], 6)
 
 
 def test_an_abort_in_the_middle_of_a_step_is_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,10 +1,12 @@
 """The offline `LLM`: prompts in, texts out."""
 
+import gc
 import os
 import re
 import signal
 import sys
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,15 @@ def test_text_matches_the_tokens_and_streams_completely(llm: LLM, tokenizer: Tok
     assert tokens == [output.outputs[0].token_ids for output in outputs]
     together = tokenizer.decode(PROMPTS[0] + outputs[0].outputs[0].token_ids)
     assert together.endswith(outputs[0].outputs[0].text.rstrip("\ufffd"))
+
+
+def test_an_llm_that_is_dropped_is_freed_with_its_engine() -> None:
+    llm = LLM(zoo.build("gpt2"))
+    engine, stream = weakref.ref(llm.engine), llm.stream(PROMPTS, GREEDY)
+    next(stream)
+    del llm, stream
+    while engine() is not None:  # its thread ends after the step that runs
+        gc.collect()
 
 
 def test_streams_of_several_prompts_are_interleaved(llm: LLM) -> None:

@@ -82,24 +82,25 @@ class LLM(PoolingCalls):
         replicas: int | Literal["auto"] = 1,
         **options: Any,
     ) -> None:
-        self.config, source = engine_config(options, "LLM"), model_source(model)
+        config, source = engine_config(options, "LLM"), model_source(model)
+        self.config = config
         if isinstance(source, str):
-            check_source(source, self.config)
-        loaded = self.tokenizer = load_tokenizer(source, tokenizer, self.config)
-        num_replicas = check_replicas(replicas, self.config.tensor_parallel_size)
-        if num_replicas == self.config.tensor_parallel_size == 1:
-            self._client = _client_in_thread(lambda: make_engine(source, self.config, loaded))
+            check_source(source, config)
+        loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
+        num_replicas = check_replicas(replicas, config.tensor_parallel_size)
+        if num_replicas == config.tensor_parallel_size == 1:
+            self._client = _client_in_thread(lambda: make_engine(source, config, loaded))
         else:
             otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
             self._client = EngineClient.in_processes(
-                load_of(source, tokenizer, self.config, otherwise=otherwise), num_replicas
+                load_of(source, tokenizer, config, otherwise=otherwise), num_replicas
             )
         call_after(self, partial(_end, self._client))
-        self.adapters = AdapterNames(self.config)
+        self.adapters = AdapterNames(config)
         self._request_ids = count()
         self._process_id = os.getpid()
         self._ready: Ready = self._client.start().result().ready
-        self._admission = Admission(self.config, self.model_info, loaded)
+        self._admission = Admission(config, self.model_info, loaded)
 
     @property
     def model_info(self) -> ModelInfo:

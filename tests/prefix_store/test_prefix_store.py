@@ -165,17 +165,6 @@ def test_a_folder_that_vanishes_is_made_again(store: PrefixStore, tmp_path: Path
     assert load(store, chain).num_loaded == 4
 
 
-def test_starting_over_drops_what_has_not_begun(store: PrefixStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    chain = contents(store, 4)
-    save(store, chain)
-    loading = store.load([(content, 4) for content in chain])
-    store.start_over()
-    assert loading.is_done
-    num_loaded = loading.num_loaded
-    assert load(store, chain).num_loaded == 4
-    assert loading.num_loaded == num_loaded
-
-
 def test_nothing_is_loaded_where_computing_is_faster(store: PrefixStore) -> None:
     assert store.is_faster(100, 1)
     store.see_prefill(1000, 1.0)

@@ -143,19 +143,6 @@ def test_what_is_aborted_while_it_waits_ends_at_once(tmp_path: Path) -> None:
     engine.scheduler.block_pool.check([])
 
 
-def test_starting_over_forgets_what_is_on_its_way(tmp_path: Path) -> None:
-    (wanted,) = run(LLM(prefix_cache_dir=tmp_path), [TEXT])
-    llm = LLM(prefix_cache_dir=tmp_path)
-    engine = llm.engine
-    engine.submit(engine.accept("a", wanted.prompt_token_ids, PARAMS))
-    assert engine.scheduler.is_restoring
-    engine.start_over()
-    assert not engine.scheduler.is_restoring
-    (output,) = run(llm, [TEXT])
-    assert said(output) == said(wanted)
-    engine.scheduler.block_pool.check([])
-
-
 def test_what_keeps_no_blocks_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="prefix_cache_dir needs a model that runs packed on a CPU; this one runs as"):
         LLM(others.build("bloom"), prefix_cache_dir=tmp_path)

@@ -52,10 +52,6 @@ class RandomStore:
     def wait(self, seconds: float) -> None:
         self.advance()
 
-    def start_over(self) -> None:
-        self._saves.clear()
-        self._loads.clear()
-
     def advance(self) -> None:
         """Save and load a few blocks."""
         for _ in range(self._rng.randrange(6)):

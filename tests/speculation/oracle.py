@@ -48,9 +48,6 @@ class Oracle:
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         pass
 
-    def start_over(self) -> None:
-        pass
-
 
 class Free(StepTimes):
     """Rows cost nothing, so everything that is guessed is computed."""

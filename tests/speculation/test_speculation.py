@@ -24,9 +24,6 @@ class Told:
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         pass
 
-    def start_over(self) -> None:
-        pass
-
 
 def candidates(number: int, **others: object) -> list[Candidate]:
     return [Candidate(each, [1, 2], 1, 100, **others) for each in range(number)]  # type: ignore[arg-type]

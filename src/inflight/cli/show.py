@@ -1,7 +1,6 @@
 """`inflight show PROMPT …`: prints steps of a run: their tokens, their masks, and a check against the definition."""
 
 import re
-from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +77,7 @@ def show(
     from inflight import LLM
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import StepRecord
+    from inflight.inputs import read_prompt
     from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing
@@ -104,12 +104,13 @@ def show(
 
     llm.engine.observer = see
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
-    with closing(llm.stream(prompts, params)) as deltas:
-        for delta in deltas:
-            if delta.output is not None and delta.output.error is not None:
-                raise click.ClickException(delta.output.error)
-            if capture.is_complete:
-                break
+    for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
+        _, token_ids, _ = read_prompt(prompt, tokenizer)
+        llm.engine.submit(llm.engine.accept(str(number), token_ids, of_prompt))
+    while llm.engine.has_unfinished_requests and not capture.is_complete:
+        for output in llm.engine.step():
+            if output.error is not None:
+                raise click.ClickException(output.error)
     views = capture.views
     missing = sorted(set(wanted or ()) - {view.step for view in views})
     if missing:

@@ -71,7 +71,3 @@ class BlockStore(Protocol):
     def wait(self, seconds: float) -> None:
         """Wait until some loading is done, at most so long."""
         ...
-
-    def start_over(self) -> None:
-        """Drop what has not been read or written yet. Waits for what is being read or written."""
-        ...

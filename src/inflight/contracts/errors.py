@@ -37,12 +37,3 @@ class EngineGivenUpError(EngineDeadError):
 class RankLostError(RuntimeError):
     """A process that runs a part of the model has ended; the message says which, and how. The engine that it belongs to
     is of no use any more."""
-
-
-class TornEngineError(RuntimeError):
-    """An exception has torn an engine's bookkeeping apart. It answers nothing until `Engine.start_over`."""
-
-    def __init__(self) -> None:
-        super().__init__(
-            "an exception came in the middle of the engine's bookkeeping, so its state is not known; call start_over()"
-        )

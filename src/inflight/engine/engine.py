@@ -9,9 +9,6 @@ chosen;
 - how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what guessed tokens cost
 (`Speculation`).
 
-Between two bytecodes of the bookkeeping an exception may leave anything half done. The engine then refuses to go on
-until it is told to start over: with nothing but the model, and what its callers were told.
-
 Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
 """
 
@@ -23,11 +20,10 @@ import time
 import weakref
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
@@ -38,7 +34,6 @@ from inflight.contracts.errors import (
     ModelError,
     QueueFullError,
     RankLostError,
-    TornEngineError,
 )
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
@@ -58,7 +53,6 @@ from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
 from inflight.scheduling.scheduler import Scheduler
-from inflight.scheduling.sequence import SoFar
 from inflight.text.tokenizer import CONFIGURATION, Tokenizer
 
 if TYPE_CHECKING:
@@ -126,19 +120,12 @@ class Engine:
         self._num_step_tokens = self._num_accepted_tokens = 0
         self._num_steps_by_size = [0] * (len(STEP_SIZES) + 1)
         self._asked_to_abort: deque[str] = deque()
-        # Whoever changes anything says so first, and says when everything is right again. During a forward pass all is
-        # right but for the plan in flight, as it is while the observer looks.
-        self._state: Literal["right", "changing", "running"] = "right"
+        self._is_stepping = False
 
     @property
     def has_unfinished_requests(self) -> bool:
         """Whether another step would do something."""
         return len(self._reporter) > 0
-
-    @property
-    def outbox(self) -> deque[SequenceOutput]:
-        """The outputs of steps that were not taken yet, in order."""
-        return self._reporter.outbox
 
     @property
     def observer(self) -> Callable[[StepRecord], None] | None:
@@ -149,11 +136,6 @@ class Engine:
         if self._observer is None:
             self._watch.start_over()  # what it has not seen, it cannot know
         self._observer = observer
-
-    @property
-    def is_torn(self) -> bool:
-        """Whether an exception came in the middle of the bookkeeping: then only `start_over` helps."""
-        return self._state == "changing"
 
     def _describe(self) -> ModelInfo:
         """What was found out about the model and its tokenizer."""
@@ -278,7 +260,6 @@ class Engine:
         accepted = self.compile(accepted)
         request = accepted.request
         self._check_id(request.request_id)
-        state = self._begin_change()
         self._reporter.follow(accepted)
         self._num_requests += 1
         self.scheduler.submit(request)
@@ -296,7 +277,6 @@ class Engine:
             )
         if accepted.deadline is not None:
             self._deadlines.add(request.request_id, accepted.deadline)
-        self._state = state
 
     def _check_id(self, request_id: str) -> None:
         if request_id in self._reporter:
@@ -305,81 +285,44 @@ class Engine:
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """End a request's unfinished sequences, forget it, and return their ends; nothing happens if it is unknown.
 
-        What was not taken of it yet is not reported any more. In the middle of a step (called by the observer, a
-        finaliser, a hook of the model) it is left for the next one, whose outputs the ends are."""
-        if self._state != "right":
+        What was not taken of it yet is not reported any more. In the middle of a step (called by the observer or a
+        hook of the model) it is left for the next one, whose outputs the ends are."""
+        if self._is_stepping:
             self._asked_to_abort.append(request_id)
             return []
-        self._begin_change()
         outputs = self._abort(request_id)
         self._drop_ended()
-        self._state = "right"
         return outputs
 
     def _abort(self, request_id: str) -> list[SequenceOutput]:
         return self._reporter.forget(request_id, self.scheduler.abort(request_id))
 
-    # ------------------------------------------------------------------------------------- starting over
-
-    def _begin_change(self) -> Literal["right", "running"]:
-        """From here on an exception leaves a torn engine. Returns the state to set when all is right again."""
-        if self._state == "changing":
-            raise TornEngineError
-        state, self._state = self._state, "changing"
-        return state
-
-    def start_over(self, requests: Iterable[tuple[AcceptedRequest, SequenceOf[SequenceOutput]]] = ()) -> None:
-        """Forget everything but the model, and go on with some requests as after a preemption.
-
-        What was not taken from the outbox is computed again.
-
-        Args:
-            requests: each with all outputs that were taken of it; the last of its sequences has not ended.
-        """
-        self._state = "changing"
-        self.scheduler.start_over()
-        self._reporter = Reporter(self.scheduler, self.tokenizer)
-        self._watch.start_over()
-        self._deadlines = Deadlines()
-        self._asked_to_abort.clear()
-        if self._constraints is not None:
-            self._constraints.keep_only(self.scheduler.has_sequence)
-        if self._speculation is not None:
-            self._speculation.start_over()
-        for accepted, told in requests:
-            self._reporter.follow(accepted, told)
-            self.scheduler.resume(accepted.request, _so_far(accepted, told))
-            if accepted.deadline is not None:
-                self._deadlines.add(accepted.request.request_id, accepted.deadline)
-        self._state = "right"
-
     # ------------------------------------------------------------------------------------- the loop
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; return what it gave every sequence that has new tokens or has ended."""
-        self.advance()
-        outputs = []
-        while self.outbox:
-            outputs.append(self.outbox.popleft())
-        return outputs
-
-    def advance(self) -> None:
-        """Run one step, and put what it gave every sequence that has new tokens or has ended into the outbox.
+        """Run one step; return what it gave every sequence that has new tokens or has ended.
 
         An error in the forward pass ends the sequences of its step with "error"; a row of logits that is not finite
         ends only its own sequence. The engine goes on. After an interrupt of the forward pass the step has not
-        happened.
+        happened; no other exception leaves the engine fit for another step.
 
         Raises:
-            TornEngineError: an exception came in the middle of the bookkeeping; see `start_over`.
-            RankLostError: one of the model's ranks has ended. No further step will do better.
+            RankLostError: one of the model's ranks has ended.
         """
+        self._is_stepping = True
+        try:
+            self._step()
+        finally:
+            self._is_stepping = False
+        outputs = list(self._reporter.outbox)
+        self._reporter.outbox.clear()
+        return outputs
+
+    def _step(self) -> None:
         start_time = time.monotonic()
-        self._begin_change()
-        self.scheduler.discard()  # the step of a forward pass that was interrupted
         while self._asked_to_abort:
             ends = self._abort(self._asked_to_abort.popleft())
-            self.outbox.extend(ends)
+            self._reporter.outbox.extend(ends)
         for request_id in self._deadlines.due(start_time):
             self._expire(request_id, start_time)
         plan, planned = self.scheduler.plan(), None
@@ -387,9 +330,8 @@ class Engine:
             self._see_assignments(plan, start_time)
             planned = self._watch.see_plan(plan) if self.observer else None
             self._run(plan)
-        num_outputs = len(self.outbox)
         self._reporter.report()
-        self._num_generated_tokens += sum(len(each.new_token_ids) for each in islice(self.outbox, num_outputs, None))
+        self._num_generated_tokens += sum(len(each.new_token_ids) for each in self._reporter.outbox)
         self._drop_ended()
         record = None
         if plan is not None:
@@ -400,12 +342,8 @@ class Engine:
             self._learn(plan, duration)
             if planned is not None:
                 record = self._watch.record(planned, self._num_steps - 1, start_time, duration)
-        self._state = "running"  # the observer may abort what others wait for: its end goes into the outbox
-        try:
-            if self.observer and record is not None:
-                self.observer(record)
-        finally:
-            self._state = "right"
+        if self.observer and record is not None:
+            self.observer(record)
         if self._store is not None:
             self._store.is_busy = self.scheduler.num_running > 0
             if plan is None and self.scheduler.is_restoring:
@@ -423,18 +361,14 @@ class Engine:
         constraints = self._constraints
         masks = None if constraints is None else constraints.begin(plan, self._output_of)
         given: StepTokens | Exception
-        self._state = "running"
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except BaseException as error:
             if not isinstance(error, Exception) or isinstance(error, RankLostError):
-                self._begin_change()
                 self.scheduler.discard()
-                self._state = "right"
                 raise
             logger.exception("a step of %d tokens failed", plan.num_tokens)
             given = error
-        self._state = "changing"
         if isinstance(given, Exception):
             failed = self.scheduler.fail(plan)
             self._reporter.add(News(sequence, [], error=repr(given)) for sequence in failed)
@@ -551,27 +485,3 @@ def _each_adapter(config: EngineConfig, use: Callable[[str], object]) -> None:
 def _adapted(accepted: AcceptedRequest, adapter: AdapterCheckpoint) -> AcceptedRequest:
     """A request with its adapter."""
     return replace(accepted, request=replace(accepted.request, adapter=adapter.digest), adapter=adapter)
-
-
-def _so_far(accepted: AcceptedRequest, told: SequenceOf[SequenceOutput]) -> dict[int, SoFar]:
-    """The unfinished sequences of a request, by index, as far as its caller has heard of them."""
-    of_sequence: dict[int, list[SequenceOutput]] = {index: [] for index in range(accepted.params.n)}
-    for output in told:
-        of_sequence[output.index].append(output)
-    so_far = {}
-    for index, outputs in of_sequence.items():
-        if not outputs:
-            so_far[index] = SoFar()
-        elif outputs[-1].finish_reason is None:
-            token_ids = [token_id for output in outputs for token_id in output.new_token_ids]
-            is_scored = any(output.prompt_scores for output in outputs)
-            last = outputs[-1]
-            so_far[index] = SoFar(
-                token_ids,
-                last.num_preemptions,
-                last.num_cached_tokens,
-                last.num_guessed_tokens,
-                last.num_accepted_tokens,
-                is_scored,
-            )
-    return so_far

@@ -79,22 +79,13 @@ class Reporter:
         live = self._requests.get(request_id)
         return None if live is None else live.accepted
 
-    def follow(self, accepted: AcceptedRequest, told: Iterable[SequenceOutput] = ()) -> None:
-        """Report on a request from now on, until its last sequence has ended.
-
-        Args:
-            told: what was reported about it before.
-        """
+    def follow(self, accepted: AcceptedRequest) -> None:
+        """Report on a request from now on, until its last sequence has ended."""
         request, params = accepted.request, accepted.params
         texts: list[OutputText | None] = [None] * params.n
         if params.stop_strings and self._tokenizer is not None:
             texts = [OutputText.of_request(self._tokenizer, request.prompt_token_ids, params) for _ in texts]
-        live = LiveRequest(accepted, [None] * params.n, texts)
-        for output in told:
-            live.first_scheduled_times[output.index] = output.first_scheduled_time
-            if (text := texts[output.index]) is not None:
-                text.take_in(output.new_token_ids, output.finish_reason, output.stop_reason)
-        self._requests[request.request_id] = live
+        self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
 
     def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
         """A sequence moves into a slot. Returns its request."""

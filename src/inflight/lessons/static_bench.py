@@ -160,7 +160,7 @@ class _PrefixEngine:
 
     def forget(self) -> None:
         """Know nothing."""
-        self.engine.start_over()
+        self.engine.scheduler.reset_prefix_cache()
 
     def know_prefix(self) -> None:
         """Know the prefix, and nothing else."""

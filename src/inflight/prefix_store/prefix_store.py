@@ -151,15 +151,6 @@ class PrefixStore:
             waiting_for = list(self._loads)
             self._changed.wait_for(lambda: any(each.is_done for each in waiting_for) or not self._loads, seconds)
 
-    def start_over(self) -> None:
-        """See `BlockStore`."""
-        with self._changed:
-            self._saves.clear()
-            for loading in self._loads:
-                loading.is_done = True
-            self._loads.clear()
-            self._changed.wait_for(lambda: not self._is_working)
-
     def pin(
         self, blocks: Sequence[bytes], firsts: Sequence[int], cache_salt: str | None, adapter: str | None = None
     ) -> None:

@@ -38,7 +38,7 @@ from inflight.scheduling.guessing import Guessing, num_right_guesses
 from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
-from inflight.scheduling.sequence import Request, Sequence, SoFar
+from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.service_order import ServiceOrder
 from inflight.scheduling.slots import Slots
 from inflight.scheduling.waiting_queue import WaitingQueue
@@ -221,19 +221,9 @@ class Scheduler:
         """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
         self._queue(request, (self._new_sequence(request, index) for index in range(request.num_sequences)))
 
-    def resume(self, request: Request, so_far: Mapping[int, SoFar]) -> None:
-        """Queue a request that this scheduler had before it started over. Its sequences go on as after a preemption.
-
-        Args:
-            so_far: its unfinished sequences, by index.
-        """
-        self._queue(request, (self._new_sequence(request, index).go_on_from(each) for index, each in so_far.items()))
-
-    def start_over(self) -> None:
-        """Hold nothing any more: neither sequences nor blocks. It does not matter in which state an exception has left
-        them. Counters go on, and the next plan tells the runner that all slots were released."""
-        if self._block_store is not None:
-            self._block_store.start_over()  # nobody reads or writes blocks any more
+    def reset_prefix_cache(self) -> None:
+        """Forget all cached prefixes, while no sequence waits or runs. Counters go on."""
+        assert not self._of_request
         num_restored_tokens = self.num_restored_tokens
         pool, before = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
         self._hold_nothing(pool, before.enable_prefix_caching, can_share=before.can_share)

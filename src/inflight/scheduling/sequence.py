@@ -2,7 +2,6 @@
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import Self
 
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.outputs import FinishReason
@@ -45,24 +44,6 @@ class Request:
     seed: int = 0
     bad_words: BadWords = field(default_factory=dict)
     predicted_ids: SequenceOf[int] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class SoFar:
-    """How far an unfinished sequence had come before its scheduler started over.
-
-    Attributes:
-        output_token_ids: what it had generated.
-        num_preemptions, num_cached_tokens, num_guessed_tokens, num_accepted_tokens: see `Sequence`.
-        is_scored: whether the log-probabilities of its prompt are known.
-    """
-
-    output_token_ids: SequenceOf[int] = ()
-    num_preemptions: int = 0
-    num_cached_tokens: int = 0
-    num_guessed_tokens: int = 0
-    num_accepted_tokens: int = 0
-    is_scored: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -141,16 +122,6 @@ class Sequence:
     def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:
         """Whether `new_token_ids`, its last ones, took the sequence from at most `length` tokens to more."""
         return len(self.token_ids) - len(new_token_ids) <= length < len(self.token_ids)
-
-    def go_on_from(self, so_far: SoFar) -> Self:
-        """Take up what it had generated before; nothing of it is in the cache."""
-        self.token_ids += so_far.output_token_ids
-        self.num_preemptions = so_far.num_preemptions + 1
-        self.num_cached_tokens = so_far.num_cached_tokens
-        self.num_guessed_tokens, self.num_accepted_tokens = so_far.num_guessed_tokens, so_far.num_accepted_tokens
-        if so_far.is_scored:
-            self.num_scored_tokens = self.num_prompt_tokens
-        return self
 
     def append(self, sampled: SequenceOf[int]) -> list[int]:
         """Append tokens up to the one that finishes the sequence, set `finish_reason`, and return what was appended."""

@@ -64,6 +64,3 @@ class SimulatedGuesser:
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         """See `Guesser`."""
-
-    def start_over(self) -> None:
-        """See `Guesser`."""

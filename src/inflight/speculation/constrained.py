@@ -66,12 +66,6 @@ class Constrained:
         if self._guesser is not None:
             self._guesser.keep_only(is_unfinished)
 
-    def start_over(self) -> None:
-        """Forget all sequences."""
-        self._forced.clear()
-        if self._guesser is not None:
-            self._guesser.start_over()
-
     def _ask(self, candidate: Candidate) -> Guess:
         return NOTHING if self._guesser is None else self._guesser.guess(candidate)
 

@@ -113,10 +113,6 @@ class Drafting:
         self._keeps_guesses = keeps_guesses
         self._outcomes = Outcomes(MEMORY)
         self._has_failed = False
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Forget all sequences."""
         self._drafted: dict[int, Drafted] = {}
         self._in_slots = [-1] * self._cache.layout.max_num_seqs
 

@@ -38,7 +38,3 @@ class Guesser(Protocol):
             is_unfinished: whether the sequence of an id still waits or runs.
         """
         ...
-
-    def start_over(self) -> None:
-        """Forget all sequences, in whatever state an exception has left what is known of them."""
-        ...

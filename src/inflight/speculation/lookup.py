@@ -96,10 +96,6 @@ class Lookup:
     """Looks guesses up; see `Guesser`."""
 
     def __init__(self) -> None:
-        self.start_over()
-
-    def start_over(self) -> None:
-        """Forget everything."""
         self._followed: dict[int, Followed] = {}
         self._recent: dict[str | None, RecentOutputs] = {}
         self._record = Record(MEMORY)

@@ -134,13 +134,6 @@ class Speculation:
         if self._drafting is not None:
             self._drafting.keep_only(is_unfinished)
 
-    def start_over(self) -> None:
-        """Forget all sequences, but not how long steps take."""
-        self._guesser.start_over()
-        self._seconds_guessing = 0.0
-        if self._drafting is not None:
-            self._drafting.start_over()
-
     def _guess(self, candidate: Candidate) -> Guess:
         guess, stop_token_ids = self._guesser.guess(candidate), candidate.stop_token_ids
         if stop_token_ids.isdisjoint(guess.token_ids):

@@ -175,7 +175,6 @@ class AsyncLLM(AsyncPoolingCalls):
 
         Raises:
             ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
-            ModelError: its ranks are on other machines, where nobody waits to be one of the new engine's.
         """
         for replaced in self._client.replace():
             old = await asyncio.wrap_future(replaced)

@@ -61,9 +61,6 @@ def _full_name(name: str) -> str:
 class Launches:
     """What starts the processes of so many replicas.
 
-    Raises:
-        ValueError: several replicas would wait for ranks at one address.
-
     Attributes:
         connects: for each replica, what starts its process.
         after: for each replica, the one that must be loaded before; None: it starts at once (see `EngineClient`).

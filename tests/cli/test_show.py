@@ -9,7 +9,7 @@ import pytest
 from tests import zoo
 from tests.command import Command
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "command-line.md"
 PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a clever fox named Felix")
 
 
@@ -35,7 +35,7 @@ def test_without_options_a_newcomers_prefill_joins_anothers_decode_in_the_slot_t
 
 
 def test_the_picture_in_the_readme_is_what_is_printed(command: Command) -> None:
-    (picture,) = re.findall(r"```\n(slot 0 .*?)```", README.read_text(encoding="utf-8"), re.DOTALL)
+    (picture,) = re.findall(r"```\n(slot 0 .*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     printed = iter(line.rstrip() for line in command("show", COLUMNS="200").stdout.splitlines())
     for line in filter(None, picture.splitlines()):
         assert line in printed, f"{line!r} is not printed, or not there"

@@ -9,6 +9,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 from inflight.cli.words import say_if_long
+from inflight.contracts.errors import InvalidRequestError
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -105,8 +106,11 @@ def show(
     llm.engine.observer = see
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
-        _, token_ids, _ = read_prompt(prompt, tokenizer)
-        llm.engine.submit(llm.engine.accept(str(number), token_ids, of_prompt))
+        try:
+            _, token_ids, _ = read_prompt(prompt, tokenizer)
+            llm.engine.submit(llm.engine.accept(str(number), token_ids, of_prompt))
+        except InvalidRequestError as error:
+            raise error if len(prompts) == 1 else type(error)(f"prompt {number}: {error}") from None
     while llm.engine.has_unfinished_requests and not capture.is_complete:
         for output in llm.engine.step():
             if output.error is not None:

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.plan import Span, StepPlan
 from inflight.contracts.record import StepRecord
@@ -104,18 +103,6 @@ def test_the_simulator_releases_and_shares_blocks_like_the_model(name: str, tmp_
     assert ([step.num_blocks_used for step in of_others] == [step.num_blocks_used for step in records]) == (
         name == "bloom"
     )
-
-
-def test_a_recording_from_before_windows_were_released_can_be_read(tmp_path: Path) -> None:
-    run_recorded(tmp_path / "run")
-    header, *steps = (tmp_path / "run").read_text().split("\n")
-    model = json.loads(header)["model"]
-    for name in ("proved_on", "can_share_prefixes", "cache_groups", "max_cached_len", "kv_bytes_per_lasting_token"):
-        del model[name]
-    (tmp_path / "old").write_text("\n".join([json.dumps({**json.loads(header), "model": model}), *steps]))
-    old = read_recording(tmp_path / "old").model
-    assert old is not None
-    assert (old.cache_groups, old.can_share_prefixes) == ((ALL_TOKENS,), True)
 
 
 def test_sequences_of_one_request_may_have_different_numbers_of_tokens() -> None:

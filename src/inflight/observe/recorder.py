@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.contracts.cache_layout import CacheGroup
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import ArrivalRecord, PreemptionRecord, SpanRecord, StepRecord
@@ -200,15 +200,7 @@ def describe_machine() -> dict[str, str]:
 def _model_info(values: dict[str, Any] | None) -> ModelInfo | None:
     if values is None:
         return None
-    known = {  # defaults for older recordings
-        "can_share_prefixes": True,
-        "proved_on": "",
-        "checkpoint_dtype": values["dtype"],
-        "max_cached_len": values["max_model_len"],
-        "kv_bytes_per_lasting_token": values["kv_bytes_per_token"],
-        "cache_groups": [asdict(ALL_TOKENS)],
-    }
-    values = {name: tuple(value) if isinstance(value, list) else value for name, value in (known | values).items()}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
     return ModelInfo(**values | {"cache_groups": tuple(CacheGroup(**group) for group in values["cache_groups"])})
 
 

@@ -168,9 +168,10 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
 
 @contextmanager
 def _interrupts_between(deltas: "Iterator[TextDelta]") -> Iterator[Iterator["TextDelta"]]:
-    """Delay Ctrl-C to the next piece of text, so that no result is half written; a second Ctrl-C takes effect at
+    """Delay Ctrl-C until all of a step has come, so that no result is half written; a second Ctrl-C takes effect at
     once."""
     is_interrupted = False
+    seen: set[tuple[int, int]] = set()  # since then; a step gives each sequence one piece at most
 
     def note(*_: object) -> None:
         nonlocal is_interrupted
@@ -180,9 +181,12 @@ def _interrupts_between(deltas: "Iterator[TextDelta]") -> Iterator[Iterator["Tex
 
     def until_interrupted() -> "Iterator[TextDelta]":
         for delta in deltas:
+            sequence = delta.prompt_index, delta.index
+            if sequence in seen:
+                raise KeyboardInterrupt
             yield delta
             if is_interrupted:
-                raise KeyboardInterrupt
+                seen.add(sequence)
 
     before = signal.signal(signal.SIGINT, note)
     try:

@@ -116,6 +116,7 @@ def test_an_interrupt_of_a_caller_that_waits_aborts_its_requests_alone(llm: LLM)
         os.kill(os.getpid(), signal.SIGINT)
 
     waits = threading.Thread(target=interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # which is ignored where tests run in background
     waits.start()
     llm.engine.observer = lambda record: begun.set()
 
@@ -127,6 +128,7 @@ def test_an_interrupt_of_a_caller_that_waits_aborts_its_requests_alone(llm: LLM)
         generate()
     llm.engine.observer = None
     waits.join()
+    signal.signal(signal.SIGINT, before)
     assert token_ids + [token_id for delta in held for token_id in delta.token_ids] == plain(PROMPTS[0])
     assert not settled(llm).has_unfinished_requests
 

@@ -95,7 +95,7 @@ class LLM(PoolingCalls):
             self._client = EngineClient.in_processes(
                 load_of(source, tokenizer, config, otherwise=otherwise), num_replicas
             )
-        call_after(self, partial(_end, self._client))
+        call_after(self, self._client.close)
         self.adapters = AdapterNames(config)
         self._request_ids = count()
         self._process_id = os.getpid()
@@ -146,6 +146,7 @@ class LLM(PoolingCalls):
         if observer is not None:
             self.engine.observer = observer
         self._ready = self._client.start().result().ready
+        self._admission = Admission(self.config, self.model_info, self.tokenizer)
 
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
         """Let requests ask for a LoRA adapter by this name from now on.
@@ -399,11 +400,6 @@ def _client_in_thread(make: Callable[[], Engine | PoolingEngine]) -> EngineClien
     later ones are made in their threads."""
     first = [make()]
     return EngineClient.in_thread(lambda: first.pop() if first else make(), is_offline=True)
-
-
-def _end(client: EngineClient) -> None:
-    for session in client.stop():
-        session.join()
 
 
 def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:

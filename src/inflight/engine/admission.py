@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, count
 from typing import TYPE_CHECKING
 
 from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
@@ -61,12 +61,11 @@ class Seeds:
 
     def __init__(self, seed: int) -> None:
         self._seed = seed
-        self._num_given = 0
+        self._numbers = count(1)
 
     def next(self) -> int:
-        """The next request's."""
-        self._num_given += 1
-        return random.Random(f"{self._seed} {self._num_given}").getrandbits(63)
+        """The next request's. Any thread may call it."""
+        return random.Random(f"{self._seed} {next(self._numbers)}").getrandbits(63)
 
 
 class Admission:

@@ -36,8 +36,8 @@ _in_threads: "WeakSet[EngineClient]" = WeakSet()
 @atexit.register
 def _end_threads() -> None:
     """A thread in the middle of a step would crash the interpreter's end."""
-    for session in [session for client in list(_in_threads) for session in client.stop()]:
-        session.join()
+    for client in list(_in_threads):
+        client.close()
 
 
 class Delivery:
@@ -127,7 +127,7 @@ class EngineClient:
         step_timeout: float | None = None,
         routing: str = ROUTINGS[0],
     ) -> Self:
-        """So many engines, each in a process and on cores of its own."""
+        """`number` engines, each in a process and on cores of its own."""
         launches = Launches(load, number)
         slots = load.config.max_num_seqs
         client = cls(launches.connects, launches.after, restart_delays, step_timeout, routing, slots)
@@ -172,6 +172,11 @@ class EngineClient:
         self._is_wanted = False
         self._tried.clear()
         return [session for each in self._supervisors if (session := each.stop()) is not None]
+
+    def close(self) -> None:
+        """End all engines, and wait until they have ended."""
+        for session in self.stop():
+            session.join()
 
     def sessions(self) -> dict[int, Session]:
         """The engines that are loaded and running, by the numbers of their replicas."""

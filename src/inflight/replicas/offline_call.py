@@ -24,7 +24,7 @@ from inflight.replicas.engine_client import Delivery, EngineClient
 IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits where one gives its slot back."""
 MOST_DEATHS = 2
-"""A request that was at so many engines when they died ends with an error."""
+"""A request whose engine has died this often ends with an error."""
 
 
 class RefusedRequestError(Exception):

@@ -166,7 +166,7 @@ class Session:
         self._stop_if_done()
 
     def ask(self, command: Callable[[str], Command]) -> "Future[Any]":
-        """Send a command that is answered. Done with the answer, or with the error of whoever refuses it.
+        """Send a command that is answered. Done with the answer, or with the error of a refusal.
 
         Args:
             command: makes it of the address to answer to.

@@ -159,6 +159,7 @@ class SequenceOutput:
         scores: of the new tokens, if the request asks for `logprobs`.
         prompt_scores: of the prompt's tokens from the second on, if it asks for `prompt_logprobs`: once, with the first
             new tokens of sequence 0.
+        values: of a text that is pooled, once it has run: its numbers, 32-bit floats in the machine's order.
     """
 
     request_id: str
@@ -174,6 +175,7 @@ class SequenceOutput:
     num_accepted_tokens: int = 0
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
+    values: bytes | None = None
 
 
 @dataclass(frozen=True, slots=True)

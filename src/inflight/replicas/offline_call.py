@@ -131,7 +131,9 @@ class OfflineCall:
         self._num_in_work += 1
         params = replace(request.accepted.params, seed=accepted.seed)
         address = request.delivery.mailbox.address
-        return request.delivery.session, Generate(address, prompt, params, accepted.priority, salt, source)
+        deadline, text = request.accepted.deadline, accepted.text
+        command = Generate(address, prompt, params, accepted.priority, salt, source, deadline, text)
+        return request.delivery.session, command
 
     def _abort(self) -> None:
         """Abort what has not ended. The garbage collector may call this in any thread, in the middle of anything: so it

@@ -1,10 +1,13 @@
 """What texts begin with is computed once, in their step or in an earlier one, where a token depends on those before it
 alone and only the last one's states are wanted; and the numbers have the same bits."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from tests.pooling.checkpoints import TextRunner, classifier, draw_ids, make_model
 from tests.pooling.test_exactness import assert_plain, logits_of
@@ -86,3 +89,15 @@ def test_a_text_that_is_pooled_whole_takes_nothing_from_the_cache() -> None:
     text = PooledText([*COMMON, 0])
     assert runner.run([text]) == runner.run([text])
     assert runner.engine.stats().num_cached_tokens == 0
+
+
+def test_a_prefix_on_disk_serves_another_engine(tmp_path: Path) -> None:
+    model, text = make_model("qwen3"), PooledText(COMMON)
+    config = EngineConfig(block_size=BLOCK, prefix_cache_dir=str(tmp_path))
+    first = TextRunner(model, config, LAST)
+    values = first.run([text])
+    first.engine.save_prefixes(60)
+    second = TextRunner(model, config, LAST)
+    assert second.run([text]) == values
+    with pytest.raises(ModelError, match="this one's texts run whole"):
+        TextRunner(make_model("bert"), config, LAST)

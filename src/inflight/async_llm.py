@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,7 +24,7 @@ from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
-from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
+from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, merged
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.pooling import PooledText, Values
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
@@ -525,15 +525,7 @@ def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
     of_index: dict[int, list[SequenceOutput]] = {}
     for each in news:
         of_index.setdefault(each.index, []).append(each)
-    return [
-        replace(
-            parts[-1],
-            new_token_ids=list(chain.from_iterable(part.new_token_ids for part in parts)),
-            scores=_joined([part.scores for part in parts]),
-            prompt_scores=_joined([part.prompt_scores for part in parts]),
-        )
-        for parts in of_index.values()
-    ]
+    return [merged(parts) for parts in of_index.values()]
 
 
 async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[TextDelta]:
@@ -548,8 +540,3 @@ async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[Te
 
 
 _beside = ThreadPoolExecutor(1, "inflight: beside the event loop")
-
-
-def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:
-    given = [each for each in scores if each is not None]
-    return list(chain.from_iterable(given)) if given else None

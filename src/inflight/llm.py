@@ -211,7 +211,9 @@ class LLM(PoolingCalls):
             InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index).
         """
         stream = self._open_stream(prompts, sampling_params, priority, adapter)
-        with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
+        with closing(
+            self._run(stream, streams=False)
+        ) as deltas:  # an interrupt leaves nothing running
             shown = with_progress(deltas, len(stream.accepted)) if use_tqdm else deltas
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
@@ -318,10 +320,10 @@ class LLM(PoolingCalls):
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
 
-    def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
+    def _run(self, stream: "_Stream", *, streams: bool = True) -> Generator[TextDelta, None, None]:
         """Run a call's requests to their ends."""
         self._check_caller()
-        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs)
+        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs, streams=streams)
         try:
             with closing(call.outputs()) as outputs:
                 for request_id, output in outputs:

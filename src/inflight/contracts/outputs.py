@@ -1,6 +1,8 @@
 """What callers get back, under vLLM's names. Plain data."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 from inflight.contracts.pooling import Values
@@ -176,6 +178,23 @@ class SequenceOutput:
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
     values: bytes | None = None
+
+
+def merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
+    """The outputs of several steps for one sequence, as if one step had given them."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return replace(
+        outputs[-1],
+        new_token_ids=list(chain.from_iterable(each.new_token_ids for each in outputs)),
+        scores=_joined([each.scores for each in outputs]),
+        prompt_scores=_joined([each.prompt_scores for each in outputs]),
+    )
+
+
+def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:
+    given = [each for each in scores if each is not None]
+    return list(chain.from_iterable(given)) if given else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,9 +156,7 @@ class ModelRunner:
                 f"{self.device.type}"
             )
         if not self.info.can_share_prefixes:
-            raise ModelError(
-                "prefix_cache_dir needs a model that goes on from cached prefixes; this one's texts run whole"
-            )
+            raise ModelError("prefix_cache_dir needs a model that shares prefixes; this one's texts run whole")
         return fingerprint(self.model, self.executor, self.config, self.info.num_blocks, self._weights_digest)
 
     def rows_of_block(self, block: int) -> list[memoryview]:

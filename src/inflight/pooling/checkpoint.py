@@ -70,7 +70,7 @@ def _plan_of_gguf(
     tokenizer: Tokenizer | None,
 ) -> PoolingPlan | None:
     """How the model of a GGUF file pools: as its `pooling_type` says, with vectors of length 1, as llama.cpp does."""
-    mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type"))
+    mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type", 0))
     if config.task == "auto" and mode is None:
         return None
     if config.task == "classify":

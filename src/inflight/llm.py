@@ -211,9 +211,7 @@ class LLM(PoolingCalls):
             InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index).
         """
         stream = self._open_stream(prompts, sampling_params, priority, adapter)
-        with closing(
-            self._run(stream, streams=False)
-        ) as deltas:  # an interrupt leaves nothing running
+        with closing(self._run(stream, streams=False)) as deltas:  # an interrupt leaves nothing running
             shown = with_progress(deltas, len(stream.accepted)) if use_tqdm else deltas
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]

@@ -148,7 +148,7 @@ def test_requests_are_refused_by_name(folders: dict[str, str]) -> None:
         ({"adapters": {"": "a"}}, "the name of an adapter is ''"),
         ({"adapters": {"a": 3}}, "the adapter 'a' is 3; it must be a folder's name or a hub id"),
         ({"adapters": {}, "adapter_memory": 0}, "adapter_memory is 0"),
-        ({"adapters": {}, "tensor_parallel_size": 2}, "does not go with adapters"),
+        ({"adapters": {}, "tensor_parallel_size": 2}, "adapters is not supported with a tensor_parallel_size"),
     ],
 )
 def test_options_are_checked(options: dict[str, Any], message: str) -> None:
@@ -163,7 +163,7 @@ def test_a_wrong_adapter_is_said_before_the_model_is_loaded(monkeypatch: pytest.
 
 
 def test_models_that_cannot_have_adapters_say_why() -> None:
-    with pytest.raises(ModelError, match="adapters need a model that runs packed; this one runs as rows"):
+    with pytest.raises(ModelError, match="adapters is not supported with a model that runs as rows"):
         LLM(zoo.build("llama"), adapters={}, executor="rows")
     with pytest.raises(ModelError, match="runs as"):
         LLM(others.build("mamba"), adapters={})

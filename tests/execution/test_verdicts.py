@@ -165,7 +165,7 @@ def test_a_verdict_without_int8_does_not_apply_to_int8(
     verdicts, model = ResultCache(tmp_path, Verdict), others.build("bloom").to(torch.bfloat16)
     others.build.cache_clear()
     choose(model, verdicts)
-    with pytest.raises(ModelError, match="int8 weights and caches need a model that runs packed"):
+    with pytest.raises(ModelError, match="is not supported with a model that runs as rows"):
         choose(model, verdicts, **option)
 
 

@@ -274,8 +274,8 @@ def test_a_model_that_generates_does_not_pool(llm: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; that is for models that generate"),
-        ({"executor": "rows"}, "executor is 'rows'; a model that pools runs packed"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is not supported with a model that pools"),
+        ({"executor": "rows"}, "an executor other than packed is not supported with a model that pools"),
         ({"max_model_len": 500}, "max_model_len is 500; this model accepts at most 160"),
         ({"task": "classify"}, "task is 'classify', but the checkpoint's architecture is BertModel"),
     ],

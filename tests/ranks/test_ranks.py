@@ -197,10 +197,10 @@ def test_models_that_cannot_be_divided_are_refused(
     ("options", "message"),
     [
         ({"tensor_parallel_size": 0}, "tensor_parallel_size"),
-        ({"draft_model": "gpt2"}, "does not go with draft_model"),
-        ({"prefix_cache_dir": "blocks"}, "does not go with prefix_cache_dir"),
-        ({"executor": "rows"}, "does not go with executor 'rows'"),
-        ({"device": "cuda"}, "does not go with device 'cuda'"),
+        ({"draft_model": "gpt2"}, "draft_model is not supported with a tensor_parallel_size"),
+        ({"prefix_cache_dir": "blocks"}, "prefix_cache_dir is not supported with a tensor_parallel_size"),
+        ({"executor": "rows"}, "executor other than packed is not supported with a tensor_parallel_size"),
+        ({"device": "cuda"}, "a GPU is not supported with a tensor_parallel_size"),
     ],
 )
 def test_options_that_ranks_do_not_have_are_refused(options: dict[str, Any], message: str) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from inflight.contracts.features import Features
 from inflight.contracts.options import check_choice, check_integer, check_switch, is_text, strict_options
 from inflight.contracts.params import MAX_SEED
 
@@ -208,20 +209,7 @@ class EngineConfig:
 
     def _check_ranks(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        if self.tensor_parallel_size == 1:
-            return
-        refused = {
-            "draft_model": self.draft_model is not None,
-            "prefix_cache_dir": self.prefix_cache_dir is not None,
-            "adapters": self.adapters is not None,
-            f"executor {self.executor!r}": self.executor in ("rows", "sequential"),
-            f"device {self.device!r}": self.device not in ("auto", "cpu"),
-        }
-        for option, is_given in refused.items():
-            if is_given:
-                raise ValueError(
-                    f"tensor_parallel_size is {self.tensor_parallel_size}, which does not go with {option}"
-                )
+        Features(num_ranks=self.tensor_parallel_size).require_options(self)
 
     def _check_adapters(self) -> None:
         if self.adapters is None:

@@ -7,6 +7,7 @@ from math import inf
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.config import MTP, EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.features import DRAFT_MODEL, SPECULATION, Features
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
@@ -34,10 +35,8 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
     """What guesses, in words; or "off", and why although it is asked for."""
     if config.speculation == "off":
         return "off"
-    if info.executor != "packed":
-        return f"off: a model that runs as {info.executor} cannot take back what it has computed"
-    if not info.is_batch_invariant:
-        return "off: the model's logits depend on how many tokens run together, and so would its output"
+    if (reason := Features.of(info).why_not(SPECULATION)) is not None:
+        return f"off: {reason}"
     draft = "the model's own MTP layer" if config.draft_model == MTP else "a draft model"
     if config.speculation == "draft":
         return draft
@@ -68,8 +67,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
     if config.draft_model is None:
         return None
     info = model.info
-    if ALL_TOKENS not in info.cache_groups:
-        raise ModelError("draft_model needs a model that keeps all tokens of a sequence; this one keeps windows only")
+    Features.of(info).require(DRAFT_MODEL)
     layout = DraftLayout(
         info.cache_groups.index(ALL_TOKENS),
         info.num_blocks,
@@ -101,8 +99,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         runner = ModelRunner(config.draft_model, draft_config)
     except ModelError as error:
         raise ModelError(f"draft_model: {error}") from error
-    if runner.info.executor != "packed":
-        raise ModelError(f"draft_model {config.draft_model!r} runs as {runner.info.executor}; it must run packed")
+    Features.of(runner.info).require(SPECULATION)
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
         runner.make_cache_anew(num_groups * layout.num_draft_blocks)

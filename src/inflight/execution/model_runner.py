@@ -12,7 +12,7 @@ from transformers import GenerationConfig
 
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.features import PREFIX_STORE, Features
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.contracts.pooling import PoolingPlan
@@ -150,14 +150,9 @@ class ModelRunner:
     def fingerprint(self) -> bytes:
         """Of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps no blocks
         on a CPU."""
-        if self.device.type != "cpu" or not isinstance(self.executor, PackedExecutor) or self._weights_digest is None:
-            raise ModelError(
-                f"prefix_cache_dir needs a model that runs packed on a CPU; this one runs as {self.executor.name} on "
-                f"{self.device.type}"
-            )
-        if not self.info.can_share_prefixes:
-            raise ModelError("prefix_cache_dir needs a model that shares prefixes; this one's texts run whole")
-        return fingerprint(self.model, self.executor, self.config, self.info.num_blocks, self._weights_digest)
+        Features.of(self.info).require(PREFIX_STORE)
+        assert self._weights_digest is not None
+        return fingerprint(self.model, self.require_packed(), self.config, self.info.num_blocks, self._weights_digest)
 
     def rows_of_block(self, block: int) -> list[memoryview]:
         """The memory of a block of the cache. Nobody may run while it is written to, if a plan names it."""

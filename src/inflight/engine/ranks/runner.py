@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
+from inflight.contracts.features import INSPECTION, Features
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.contracts.pooling import PoolingPlan
@@ -63,7 +64,8 @@ class LeadingRunner(ModelRunner):
 
     def require_packed(self) -> PackedExecutor:
         """Raises `ModelError`: here is only a part of the model."""
-        raise ModelError("a model that several ranks run cannot be looked into, and its cache cannot be kept")
+        Features.of(self.info).require(INSPECTION)
+        return super().require_packed()
 
 
 def _of_all(info: ModelInfo, size: int) -> ModelInfo:

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from inflight.contracts.errors import ModelError
+from inflight.contracts.features import ADAPTERS, Features
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint
 from inflight.execution.adapters.layers import AdaptableLayers
@@ -41,8 +42,8 @@ class Adapters:
     """
 
     def __init__(self, executor: Executor, block_size: int, max_bytes: int) -> None:
-        if not isinstance(executor, PackedExecutor):
-            raise ModelError(f"adapters need a model that runs packed; this one runs as {executor.name}")
+        Features(executor=executor.name).require(ADAPTERS)
+        assert isinstance(executor, PackedExecutor)
         if not any(isinstance(module, PanelLinear) for module in executor.model.modules()):
             raise ModelError("adapters need our kernels, on a CPU with AVX2, and a model in float32 or bfloat16")
         self.layers = AdaptableLayers(executor.model, partial(_run, executor, block_size))

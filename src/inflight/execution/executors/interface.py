@@ -19,12 +19,10 @@ class Capabilities:
         shares_prefixes: a sequence can go on from blocks that another one has computed.
         chunks_prompts: a prompt is computed as its chunks come. If not, the executor holds its chunks back until the
             last one has come.
-        has_paged_attention: attention is one of our backends over a paged cache, which can be looked into.
     """
 
     shares_prefixes: bool
     chunks_prompts: bool
-    has_paged_attention: bool
 
 
 class Executor(Protocol):

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.features import INSPECTION, Features
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping
@@ -77,7 +77,7 @@ class PackedExecutor:
         self.grouping = grouping
         self.specs = grouping.specs
         is_causal = all(spec.is_causal for spec in self.specs)
-        self.capabilities = Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal, has_paged_attention=True)
+        self.capabilities = Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal)
         self.cache_groups = grouping.groups
         self._has_parts = any(part.num_parts > 1 for part in grouping.parts)
         self._on_cpu = model.device.type == "cpu"
@@ -271,8 +271,8 @@ def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Callable
 def require_packed(executor: Executor) -> PackedExecutor:
     """The executor, if it is packed. Raises `ModelError` if attention is the model's own, which cannot be looked
     into."""
-    if not executor.capabilities.has_paged_attention or not isinstance(executor, PackedExecutor):
-        raise ModelError(f"only models that run packed can be looked into; this one runs as {executor.name}")
+    Features(executor=executor.name).require(INSPECTION)
+    assert isinstance(executor, PackedExecutor)
     return executor
 
 

@@ -97,7 +97,6 @@ class RowsExecutor:
         return Capabilities(
             shares_prefixes=not self._cache.has_states and not self.in_one_piece,
             chunks_prompts=not self.in_one_piece,
-            has_paged_attention=False,
         )
 
     @property

@@ -51,7 +51,7 @@ class SequentialExecutor:
     @property
     def capabilities(self) -> Capabilities:
         """See `Executor`."""
-        return Capabilities(shares_prefixes=False, chunks_prompts=not self.in_one_piece, has_paged_attention=False)
+        return Capabilities(shares_prefixes=False, chunks_prompts=not self.in_one_piece)
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`. How much the model's own caches take is not known."""

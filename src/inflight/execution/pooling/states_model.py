@@ -11,6 +11,7 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.features import Features
 from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan
 from inflight.execution.executors.counting import TYPE_SHIFT
 from inflight.execution.hf.load import ModelSource, load_model
@@ -51,7 +52,7 @@ def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **o
         ModelError: it cannot be loaded, its head gives other numbers than the whole model, or `config` asks for what
             only models that generate have.
     """
-    _refuse_options(config)
+    Features(pools=True).require_options(config)
     check_modes(plan.modes)
     auto_class = AutoModelForSequenceClassification if plan.answers is None else AutoModelForCausalLM
     if plan.task == "embed":
@@ -149,12 +150,3 @@ def _tolerance(dtype: torch.dtype) -> float:
 def _error(given: torch.Tensor, expected: torch.Tensor) -> float:
     """How much numbers differ from others, relative to these."""
     return float((given - expected).norm() / expected.norm().clamp_min(1e-6))
-
-
-def _refuse_options(config: EngineConfig) -> None:
-    usual = EngineConfig()
-    for name in ("tensor_parallel_size", "draft_model", "adapters"):
-        if (given := getattr(config, name)) != getattr(usual, name):
-            raise ModelError(f"{name} is {given!r}; that is for models that generate, and this one pools")
-    if config.executor not in ("auto", "packed"):
-        raise ModelError(f"executor is {config.executor!r}; a model that pools runs packed")

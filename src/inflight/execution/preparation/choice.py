@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.features import Features
 from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
@@ -252,9 +253,7 @@ class _Search:
         if not own:
             raise ModelError("; ".join(reasons.values()))
         try:
-            if self._config.quantization is not None or self._config.kv_cache_dtype != "auto":
-                asked = self._config.quantization or self._config.kv_cache_dtype
-                raise ModelError(f"{asked} weights and caches need a model that runs packed")
+            Features(executor=own[0]).require_options(self._config)
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.features import QUANTIZATION, Features
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.pooling import PoolingPlan
 from inflight.execution.adapters import Adapters, make_embedding_adaptable
@@ -210,7 +211,6 @@ def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dt
         return
     if not can_group():
         raise ModelError(f"quantization {rounding.kind!r} needs a C++ compiler")
-    if model.device.type != "cpu":
-        raise ModelError(f"quantization {rounding.kind!r} needs a CPU, not {model.device}")
+    Features(device=model.device.type).require(QUANTIZATION)
     round_weights(model, rounding, dtype, let_go)
     convert(model, dtype)

@@ -11,6 +11,7 @@ from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from itertools import count
 from numbers import Integral
 from typing import Any, Literal
@@ -27,7 +28,7 @@ from inflight.contracts.record import EngineStats, sum_of
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ThreadConnection
-from inflight.engine.process.protocol import AskStats, Ready
+from inflight.engine.process.protocol import AskStats, PinPrefix, Ready, SavePrefixes
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
 from inflight.garbage_collection import call_after
@@ -170,15 +171,14 @@ class LLM(PoolingCalls):
         """
         if self.config.prefix_cache_dir is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
-        if self._client.num_replicas > 1:
-            raise ValueError("several replicas cannot say when a prefix is saved; pin it with replicas=1")
-        engine = self.engine
         params = SamplingParams(temperature=0, max_tokens=1)
         (output,) = self.generate([prompt], params, use_tqdm=False, adapter=adapter)
-        engine.save_prefixes(threading.TIMEOUT_MAX)
+        for saved in [session.ask(SavePrefixes) for session in self._client.sessions().values()]:
+            saved.result()
         cache_salt = prompt.get("cache_salt") if isinstance(prompt, Mapping) else None
         source = None if adapter is None else self.adapters.source_of(adapter)
-        engine.pin_prefix(output.prompt_token_ids, cache_salt, source)
+        pin = partial(PinPrefix, token_ids=output.prompt_token_ids, cache_salt=cache_salt, adapter_source=source)
+        self._client.start().result().ask(pin).result()
         num_tokens = len(output.prompt_token_ids)
         return num_tokens - num_tokens % self.config.block_size
 

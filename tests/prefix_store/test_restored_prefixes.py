@@ -163,6 +163,12 @@ def test_a_prefix_is_kept_before_anybody_needs_it(tmp_path: Path) -> None:
         LLM().cache_prefix(TEXT)
 
 
+def test_replicas_keep_a_prefix_in_the_folder_that_they_share(tmp_path: Path) -> None:
+    num_tokens = LLM(prefix_cache_dir=str(tmp_path), num_blocks=200, replicas=2).cache_prefix(TEXT)
+    (output,) = run(LLM(prefix_cache_dir=tmp_path, num_blocks=200), [TEXT + "One day"])
+    assert output.metrics.num_cached_tokens >= num_tokens - 16 > 0
+
+
 @pytest.mark.parametrize("num_written", [0, 2])
 def test_a_prefix_is_kept_only_if_all_of_it_is_saved(
     num_written: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

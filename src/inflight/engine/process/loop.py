@@ -5,6 +5,7 @@ Runs in a process of its own or in a thread, and does not know which. Other thre
 
 import logging
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
@@ -18,12 +19,12 @@ from inflight.engine.live_feed import LiveFeed
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.process.protocol import (
     Abort,
-    AdapterOpened,
     AskLive,
     AskStats,
     CloseAdapter,
     Command,
     Commands,
+    Done,
     Event,
     Failed,
     Generate,
@@ -31,8 +32,10 @@ from inflight.engine.process.protocol import (
     Live,
     OpenAdapter,
     Outputs,
+    PinPrefix,
     Ready,
     Refused,
+    SavePrefixes,
     Stats,
 )
 
@@ -152,19 +155,30 @@ class _Loop:
             case AskLive():
                 self.send(Live(command.request_id, self._feed.look(command.record_to)))
             case OpenAdapter():
-                opening = self._pool.submit(self.engine.open_adapter, command.source)
-                opening.add_done_callback(lambda _: self.commands.put(lambda: self._tell_opened(command, opening)))
+                self._do_beside(command.request_id, lambda: self.engine.open_adapter(command.source))
+            case SavePrefixes():
+                self._do_beside(command.request_id, lambda: self.engine.save_prefixes(threading.TIMEOUT_MAX))
+            case PinPrefix():
+                named = command.cache_salt, command.adapter_source
+                self._do_beside(command.request_id, lambda: self.engine.pin_prefix(command.token_ids, *named))
             case CloseAdapter():
                 self._try_to("", lambda: self.engine.close_adapter(command.source))
             case _:
                 command()
 
-    def _tell_opened(self, asked: OpenAdapter, opening: "Future[None]") -> None:
-        def tell() -> None:
-            opening.result()
-            self.send(AdapterOpened(asked.request_id))
+    def _do_beside(self, request_id: str, work: Callable[[], None]) -> None:
+        """Do what takes long in another thread, and answer with `Done`, or with the error that it raises."""
+        working = self._pool.submit(work)
+        working.add_done_callback(lambda _: self.commands.put(lambda: self._tell_done(request_id, working)))
 
-        self._try_to(asked.request_id, tell)
+    def _tell_done(self, request_id: str, done: "Future[None]") -> None:
+        error = done.exception()
+        if error is None:
+            self.send(Done(request_id))
+            return
+        known = (type(error) if isinstance(error, InvalidRequestError) else None, OSError, ValueError)
+        kind = next((each for each in known if each is not None and isinstance(error, each)), InvalidRequestError)
+        self.send(Refused(request_id, kind.__name__, str(error)))
 
     def _take_in(self, asked: Generate) -> None:
         """Submit a request, after another thread has compiled it if that takes long (`Engine.compile`)."""

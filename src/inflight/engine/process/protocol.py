@@ -77,7 +77,7 @@ class AskLive(msgspec.Struct, tag=True, frozen=True):
 
 
 class OpenAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Read the adapter of a folder or a hub repository, and answer with `AdapterOpened` of the same `request_id`."""
+    """Read the adapter of a folder or a hub repository, and answer with `Done` of the same `request_id`."""
 
     request_id: str
     source: str
@@ -87,6 +87,21 @@ class CloseAdapter(msgspec.Struct, tag=True, frozen=True):
     """Forget an adapter; requests that have it keep it."""
 
     source: str
+
+
+class SavePrefixes(msgspec.Struct, tag=True, frozen=True):
+    """Write all that is cached to `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
+
+    request_id: str
+
+
+class PinPrefix(msgspec.Struct, tag=True, frozen=True):
+    """Let what is saved of a prompt stay in `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
+
+    request_id: str
+    token_ids: list[int]
+    cache_salt: str | None = None
+    adapter_source: str | None = None
 
 
 class Ready(msgspec.Struct, tag=True, frozen=True):
@@ -116,14 +131,14 @@ class Live(msgspec.Struct, tag=True, frozen=True):
     state: LiveState
 
 
-class AdapterOpened(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `OpenAdapter`, unless that is `Refused`."""
+class Done(msgspec.Struct, tag=True, frozen=True):
+    """The answer to a command that asks for nothing else, unless that is `Refused`."""
 
     request_id: str
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):
-    """A request, or an adapter, was refused; `error` is the name of the class to raise."""
+    """A command was refused; `error` is the name of the class to raise."""
 
     request_id: str
     error: str
@@ -137,8 +152,10 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | GenerateMany | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
-Event: TypeAlias = Ready | Outputs | Stats | Live | AdapterOpened | Refused | Failed
+Command: TypeAlias = (
+    Generate | GenerateMany | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter | SavePrefixes | PinPrefix
+)
+Event: TypeAlias = Ready | Outputs | Stats | Live | Done | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 

@@ -5,6 +5,7 @@ readers, so that a step wakes a loop once. A slow reader finds more in its mailb
 """
 
 import asyncio
+import builtins
 import logging
 import threading
 import time
@@ -20,9 +21,9 @@ from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.engine.process.connection import SECONDS_TO_END, Connection
 from inflight.engine.process.protocol import (
     Abort,
-    AdapterOpened,
     AskStats,
     Command,
+    Done,
     Event,
     Failed,
     Live,
@@ -266,7 +267,7 @@ class Session:
                 self._post((output.request_id, output) for output in event.outputs)
                 self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
             case Refused():
-                self._post([(event.request_id, getattr(errors, event.error)(event.message))])
+                self._post([(event.request_id, _error_named(event.error)(event.message))])
             case Stats(request_id=address) if address == _WATCHDOG:
                 if self._watchdog is not None:
                     self._watchdog.answered()
@@ -274,7 +275,7 @@ class Session:
                 self._post([(event.request_id, event.stats)])
             case Live():
                 self._post([(event.request_id, event.state)])
-            case AdapterOpened():
+            case Done():
                 self._post([(event.request_id, event)])
             case Ready():
                 self.ready = event
@@ -343,6 +344,12 @@ def _described(ready: Ready) -> str:
         else f"task {info.pooling.task}",
     ]
     return "; ".join(options)
+
+
+def _error_named(name: str) -> type[Exception]:
+    """One of our errors, or of Python's."""
+    found: type[Exception] = getattr(errors, name, None) or getattr(builtins, name)
+    return found
 
 
 def _copy(error: Exception) -> Exception:

@@ -1,0 +1,168 @@
+"""`Features`: which options go together, and with which models. Every refusal of a combination is a row of `REFUSALS`,
+and the table in the documents is made of it.
+
+A refusal stands here only while it has a reason; the row goes when the reason does.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.errors import ModelError
+
+if TYPE_CHECKING:
+    from inflight.contracts.config import EngineConfig
+    from inflight.contracts.model_info import ModelInfo
+
+ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
+QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"
+OTHER_EXECUTORS, GPU, INSPECTION = "an executor other than packed", "a GPU", "a look into attention and cache"
+"""Features by the option that asks for them; the last three have none of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Features:
+    """How a model runs, as far as features depend on it. What is not known yet refuses nothing.
+
+    Attributes:
+        executor: "packed", "rows" or "sequential".
+        device: the kind of its device, such as "cpu".
+        num_ranks: how many processes run it together.
+        pools: whether it pools texts instead of generating.
+        runs_whole_texts: whether these texts cannot go on from what is cached.
+        is_batch_invariant: whether its bits are the same in any batch.
+        keeps_all_tokens: whether some of its attention sees all of a sequence.
+    """
+
+    executor: str | None = None
+    device: str | None = None
+    num_ranks: int = 1
+    pools: bool = False
+    runs_whole_texts: bool = False
+    is_batch_invariant: bool = True
+    keeps_all_tokens: bool = True
+
+    @classmethod
+    def of(cls, info: "ModelInfo") -> "Features":
+        """Those of a model that was prepared."""
+        return cls(
+            info.executor,
+            info.device.partition(":")[0],
+            info.num_ranks,
+            pools=info.pooling is not None,
+            runs_whole_texts=info.pooling is not None and not info.can_share_prefixes,
+            is_batch_invariant=info.is_batch_invariant,
+            keeps_all_tokens=ALL_TOKENS in info.cache_groups,
+        )
+
+    def why_not(self, feature: str) -> str | None:
+        """Why there is no such feature; None: there is."""
+        found = (each for each in REFUSALS if feature in each.features and each.applies(self))
+        refusal = next(found, None)
+        return None if refusal is None else f"{feature} is not supported with {refusal.model}: {refusal.reason}"
+
+    def require(self, feature: str) -> None:
+        """Raise `ModelError` unless there is a feature."""
+        if (reason := self.why_not(feature)) is not None:
+            raise ModelError(reason)
+
+    def require_options(self, config: "EngineConfig") -> None:
+        """Raise `ModelError` unless there is everything that options ask for."""
+        for feature, is_asked in asked_by(config).items():
+            if is_asked:
+                self.require(feature)
+
+
+def asked_by(config: "EngineConfig") -> dict[str, bool]:
+    """Which features options ask for, by name."""
+    return {
+        ADAPTERS: config.adapters is not None,
+        DRAFT_MODEL: config.draft_model is not None,
+        PREFIX_STORE: config.prefix_cache_dir is not None,
+        RANKS: config.tensor_parallel_size > 1,
+        QUANTIZATION: config.quantization is not None,
+        CACHE_DTYPE: config.kv_cache_dtype != "auto",
+        OTHER_EXECUTORS: config.executor in ("rows", "sequential"),
+        GPU: config.device not in ("auto", "cpu"),
+    }
+
+
+class Refusal(NamedTuple):
+    """Features that some models do not have.
+
+    Attributes:
+        features: what is refused.
+        model: which models, in words.
+        applies: whether a model is one of them.
+        reason: why this must be so.
+    """
+
+    features: tuple[str, ...]
+    model: str
+    applies: Callable[[Features], bool]
+    reason: str
+
+
+REFUSALS = (
+    Refusal(
+        (QUANTIZATION, CACHE_DTYPE, ADAPTERS, PREFIX_STORE, INSPECTION),
+        "a model that runs as rows or sequentially",
+        lambda model: model.executor in ("rows", "sequential"),
+        "its attention and cache are the model's own, and nothing of ours reads or writes them",
+    ),
+    Refusal(
+        (SPECULATION, DRAFT_MODEL),
+        "a model that runs as rows or sequentially",
+        lambda model: model.executor in ("rows", "sequential"),
+        "it cannot take back what it has computed for draft tokens that turn out wrong",
+    ),
+    Refusal(
+        (SPECULATION,),
+        "a model that is not batch-invariant",
+        lambda model: not model.is_batch_invariant,
+        "its output would depend on how many draft tokens run together",
+    ),
+    Refusal(
+        (DRAFT_MODEL,),
+        "a model that keeps windows only",
+        lambda model: not model.keeps_all_tokens,
+        "the draft model's blocks lie beside those of all tokens",
+    ),
+    Refusal(
+        (QUANTIZATION, PREFIX_STORE, RANKS),
+        "a GPU",
+        lambda model: model.device not in (None, "cpu"),
+        "what they read lies in a CPU's memory",
+    ),
+    Refusal(
+        (ADAPTERS, DRAFT_MODEL, PREFIX_STORE, INSPECTION),
+        "a tensor_parallel_size above 1",
+        lambda model: model.num_ranks > 1,
+        "each rank has a part of every layer and block, and these need whole ones",
+    ),
+    Refusal(
+        (OTHER_EXECUTORS, GPU),
+        "a tensor_parallel_size above 1",
+        lambda model: model.num_ranks > 1,
+        "ranks divide attention that is ours, and meet in a CPU's memory",
+    ),
+    Refusal(
+        (SPECULATION, DRAFT_MODEL),
+        "a model that pools",
+        lambda model: model.pools,
+        "it chooses no tokens",
+    ),
+    Refusal(
+        (ADAPTERS, RANKS, OTHER_EXECUTORS),
+        "a model that pools",
+        lambda model: model.pools,
+        "its head is proved beside a body that runs packed in one process, and calls for texts name no adapter",
+    ),
+    Refusal(
+        (PREFIX_STORE,),
+        "a model that pools all of a text's tokens",
+        lambda model: model.runs_whole_texts,
+        "its texts run whole, and nothing of them is cached",
+    ),
+)

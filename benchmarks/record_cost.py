@@ -17,6 +17,7 @@ from inflight.contracts.record import StepRecord
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.recorder import Recorder, describe_machine
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
 
@@ -48,7 +49,9 @@ def median_step(num_slots: int) -> float:
 
 def record_cost(num_slots: int) -> float:
     """Return the mean seconds for the record of such a step, including writing the file."""
-    scheduler = Scheduler(BlockPool(num_slots * 16, CacheLayout(16)), num_slots, 2048)
+    scheduler = Scheduler(
+        BlockPool(num_slots * 16, CacheLayout(16)), Limits(max_num_seqs=num_slots, max_num_batched_tokens=2048)
+    )
     for number in range(num_slots):
         scheduler.submit(Request(str(number), [number] * 16, 200))
     plan = scheduler.plan()

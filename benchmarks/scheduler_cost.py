@@ -13,6 +13,7 @@ from array import array
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
 
@@ -49,7 +50,9 @@ def step_seconds(aging_steps: int | None) -> tuple[list[float], list[float]]:
     """Return the seconds of each plan and each commit, after all requests have arrived, a hundred per step."""
     num_blocks = NUM_RUNNING * (PROMPT_LEN + 2 * NUM_STEPS) // BLOCK_SIZE
     scheduler = Scheduler(
-        BlockPool(num_blocks, CacheLayout(BLOCK_SIZE)), NUM_RUNNING, 16_384 + NUM_RUNNING, aging_steps=aging_steps
+        BlockPool(num_blocks, CacheLayout(BLOCK_SIZE)),
+        Limits(max_num_seqs=NUM_RUNNING, max_num_batched_tokens=16_384 + NUM_RUNNING),
+        aging_steps=aging_steps,
     )
     for number in range(NUM_RUNNING + NUM_WAITING):
         prompt, priority = random_prompt(number, PROMPT_LEN), 0 if number < NUM_RUNNING else number % 3
@@ -83,7 +86,10 @@ def step(scheduler: Scheduler) -> tuple[float, float, StepPlan]:
 
 def prefix_seconds() -> tuple[float, float]:
     """Return the seconds per prompt token for planning and committing a cached prompt, and an uncached one."""
-    scheduler = Scheduler(BlockPool(NUM_CACHED_BLOCKS + 1000, CacheLayout(BLOCK_SIZE)), 1, LONG_PROMPT_LEN)
+    scheduler = Scheduler(
+        BlockPool(NUM_CACHED_BLOCKS + 1000, CacheLayout(BLOCK_SIZE)),
+        Limits(max_num_seqs=1, max_num_batched_tokens=LONG_PROMPT_LEN),
+    )
     num_prompts = NUM_CACHED_BLOCKS * BLOCK_SIZE // LONG_PROMPT_LEN
     seconds: dict[str, list[float]] = {"new": [], "found": []}
     for kind in seconds:

@@ -92,7 +92,7 @@ def first_token(arguments: argparse.Namespace, folder: Path) -> None:
         (output,) = llm.generate([prompt_of(number)], ONE, use_tqdm=False)
         seconds["restored"].append(time.perf_counter() - start)
         assert output.outputs[0].token_ids == expected.outputs[0].token_ids
-        assert llm.engine.scheduler.num_restored_tokens >= PROMPT_LENGTH - 16
+        assert llm.engine.scheduler.persistence.num_restored_tokens >= PROMPT_LENGTH - 16
         del llm
         if llamacpp.is_installed:
             weights = prepare(llamacpp, model_folder(arguments.model), arguments.dtype, arguments.quantization)
@@ -207,8 +207,9 @@ def beside(arguments: argparse.Namespace, folder: Path) -> None:
     llm = open_llm(folder, arguments)
     llm.generate([prompt_of(-1, 64)], ONE, use_tqdm=False)
     alone += decode_times(llm, [])
-    restoring = decode_times(llm, prompts, lambda: llm.engine.scheduler.is_restoring)
-    print(f"while decoding, {num_saved} blocks were saved, {llm.engine.scheduler.num_restored_tokens} tokens restored")
+    restoring = decode_times(llm, prompts, lambda: llm.engine.scheduler.persistence.is_waiting)
+    num_restored = llm.engine.scheduler.persistence.num_restored_tokens
+    print(f"while decoding, {num_saved} blocks were saved, {num_restored} tokens restored")
     for name, seconds in (("alone", alone), ("saving", saving), ("restoring", restoring)):
         p50, p99 = np.percentile(np.array(seconds), (50, 99)) * 1000
         print(f"{NUM_DECODES} decodes, {name}: p50 {p50:.1f} ms, p99 {p99:.1f} ms, {len(seconds)} steps")

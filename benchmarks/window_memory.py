@@ -80,7 +80,7 @@ def measure(folder: str, case: Case) -> Measured:
     in_use = 0
     while engine.has_unfinished_requests:
         engine.step()
-        sequences = list(engine.scheduler.sequences())
+        sequences = list(engine.scheduler.unfinished())
         if len(sequences) == case.num_sequences and all(each.num_uncomputed_tokens == 1 for each in sequences):
             in_use = engine.scheduler.block_pool.num_used
     resident = resident_memory() - before

@@ -140,7 +140,7 @@ def sampled(prompts: list[list[int]], **options: Any) -> list[list[int]]:
         submit(engine, str(number), prompt, SamplingParams(temperature=1.0, top_p=0.9, seed=number, max_tokens=40))
     outputs = drain(engine)
     if "num_blocks" in options:
-        assert engine.scheduler.num_preemptions > 0
+        assert engine.scheduler.count.preemptions > 0
     return [tokens_of(outputs, str(number)) for number in range(len(prompts))]
 
 

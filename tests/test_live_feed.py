@@ -121,14 +121,14 @@ def test_what_was_not_watched_is_not_taken_for_a_preemption() -> None:
     for _ in range(2):
         engine.step()
     feed.close()
-    while not engine.scheduler.num_preemptions:
+    while not engine.scheduler.count.preemptions:
         engine.step()
     feed.look()
-    before, num_seen = engine.scheduler.num_preemptions, 0
+    before, num_seen = engine.scheduler.count.preemptions, 0
     while engine.has_unfinished_requests:
         engine.step()
         num_seen += feed.look().num_preempted
-    assert num_seen == engine.scheduler.num_preemptions - before
+    assert num_seen == engine.scheduler.count.preemptions - before
 
 
 def test_a_long_queue_is_put_in_order_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

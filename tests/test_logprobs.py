@@ -72,7 +72,7 @@ def test_log_probabilities_match_the_plain_model(name: str) -> None:
             assert completion.cumulative_logprob == pytest.approx(sum(own))
             assert output.metrics.num_cached_tokens == 0
     if name == "preemption":
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.count.preemptions > 0
     llm.engine.scheduler.block_pool.check([])
 
 
@@ -173,7 +173,7 @@ def test_frequency_penalties_do_not_change_after_a_preemption() -> None:
     for name in ("roomy", "preemption"):
         llm = make_llm(**CONFIGURATIONS[name])
         results.append([output.outputs[0].token_ids for output in llm.generate(PROMPTS, params, use_tqdm=False)])
-    assert llm.engine.scheduler.num_preemptions > 0
+    assert llm.engine.scheduler.count.preemptions > 0
     assert results[0] == results[1]
     plain = make_llm().generate(PROMPTS, SamplingParams(temperature=0, max_tokens=30), use_tqdm=False)
     assert results[0] != [output.outputs[0].token_ids for output in plain]

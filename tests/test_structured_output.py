@@ -84,7 +84,7 @@ def test_every_output_is_valid_or_is_cut_off_by_length(name: str) -> None:
     (alone,) = LLM().generate([PROMPT], free, use_tqdm=False)
     assert {output.outputs[0].text for output in (outputs[0], outputs[-1])} == {alone.outputs[0].text}
     if name == "preemption":
-        assert llm.engine.scheduler.num_preemptions > 0
+        assert llm.engine.scheduler.count.preemptions > 0
     llm.engine.scheduler.block_pool.check([])
     assert not llm.engine.constraints._matchers
 

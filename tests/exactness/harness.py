@@ -173,8 +173,8 @@ def run_teacher_forced(
     while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.error is None, output.error
-    run.num_preemptions = engine.scheduler.num_preemptions
-    run.num_accepted_tokens = engine.scheduler.num_accepted_tokens
+    run.num_preemptions = engine.scheduler.count.preemptions
+    run.num_accepted_tokens = engine.scheduler.count.accepted_tokens
     engine.scheduler.block_pool.check([])
     for number, lesson in enumerate(lessons):
         rows = teacher.logits[number, 0]

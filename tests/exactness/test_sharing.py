@@ -90,8 +90,8 @@ def run_everything(name: str, seed: int, **options: Any) -> Sharing:
             accepted = engine.accept(str(number), lesson.prompt, params, priority=rng.randint(0, 3), cache_salt=salt)
             engine.submit(accepted)
         finish(engine, run, [number for number in turn if number in aborted], rng)
-    run.num_preemptions = engine.scheduler.num_preemptions
-    run.num_cached_tokens = engine.scheduler.num_cached_tokens
+    run.num_preemptions = engine.scheduler.count.preemptions
+    run.num_cached_tokens = engine.scheduler.reuse.num_cached_tokens
     engine.scheduler.block_pool.check([])
     for number, lesson in enumerate(lessons):
         for index in range(counts[number]):

@@ -56,7 +56,7 @@ def test_the_engine_gives_the_tokens_of_the_plain_model(name: str) -> None:
     assert not wrong
     assert len({token for output in outputs for token in output}) > 10
     scheduler = llm.engine.scheduler
-    assert scheduler.num_preemptions > 0
+    assert scheduler.count.preemptions > 0
     scheduler.block_pool.check([])
     assert generate(llm) == outputs, "what slots and blocks have kept changes nothing"
 

@@ -107,4 +107,4 @@ def test_the_bench_counts_steps_which_do_not_depend_on_the_machine() -> None:
     assert {each.num_differing for each in shared.values()} == {0}
     assert len(lines) == 2 * 5 + 2 * 5
     storing: Any = comparison.prepare["engine, disk"]
-    assert storing.__self__.engine.scheduler.num_restored_tokens == 2 * static_bench.NUM_PREFIX_TOKENS
+    assert storing.__self__.engine.scheduler.persistence.num_restored_tokens == 2 * static_bench.NUM_PREFIX_TOKENS

@@ -37,7 +37,7 @@ def salted(cache_salt: str | None) -> list[dict[str, Any]]:
 
 def restored(llm: LLM) -> int:
     """How many tokens came from the folder."""
-    return llm.engine.scheduler.num_restored_tokens
+    return llm.engine.scheduler.persistence.num_restored_tokens
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "phi3_longrope"])
@@ -131,7 +131,7 @@ def test_what_is_aborted_while_it_waits_ends_at_once(tmp_path: Path) -> None:
     accepted = [engine.accept(str(number), wanted.prompt_token_ids, PARAMS) for number in range(2)]
     for each in accepted:
         engine.submit(each)
-    assert engine.scheduler.is_restoring
+    assert engine.scheduler.persistence.is_waiting
     assert engine.scheduler.num_waiting == 2
     (end,) = engine.abort("0")
     assert end.finish_reason == "abort"

@@ -20,13 +20,13 @@ def check(world: "World") -> None:
 
 
 def check_sequences(world: "World") -> None:
-    sequences = list(world.scheduler.sequences())
+    sequences = list(world.scheduler.unfinished())
     num_running = world.scheduler.num_running
     assert len(sequences) == len(world.unfinished) == num_running + world.scheduler.num_waiting
     running = sorted(world.running(), key=world.service_order)
     waiting = sorted((e for e in world.unfinished.values() if not e.is_running), key=world.service_order)
     assert [each.sequence_id for each in [*running, *waiting]] == [each.sequence_id for each in sequences]
-    assert set(world.scheduler._of_request) == {each.request.request_id for each in world.unfinished.values()}
+    assert set(world.scheduler.sequences.of_request) == {each.request.request_id for each in world.unfinished.values()}
     for each in world.unfinished.values():
         sequence = each.sequence
         assert sequence.token_ids == each.token_ids
@@ -39,7 +39,7 @@ def check_sequences(world: "World") -> None:
             assert world.lanes.owners[sequence.slot] == sequence.sequence_id, "a sequence keeps its slot"
         else:
             assert (sequence.slot, sequence.num_blocks, sequence.num_computed_tokens) == (None, 0, 0)
-    assert world.scheduler.num_preemptions == world.num_preemptions
+    assert world.scheduler.count.preemptions == world.num_preemptions
 
 
 def check_blocks(world: "World") -> None:

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 
@@ -51,14 +52,17 @@ def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int
     """The number of steps that X waits before it first runs (at most `most`), and the number of sequences that may
     overtake it."""
     scheduler = Scheduler(
-        BlockPool(10_000, CacheLayout(4)), num_slots, 1_000, aging_steps=aging_steps, enable_prefix_caching=False
+        BlockPool(10_000, CacheLayout(4)),
+        Limits(max_num_seqs=num_slots, max_num_batched_tokens=1_000),
+        aging_steps=aging_steps,
+        enable_prefix_caching=False,
     )
     everybody: list[Sequence] = []
     x: Sequence | None = None
 
     def submit(priority: int, length: int) -> Sequence:
         scheduler.submit(Request(f"{len(everybody)}", [1, 2], 2 + length, priority=priority))
-        everybody.append(max(scheduler.sequences(), key=lambda sequence: sequence.sequence_id))
+        everybody.append(max(scheduler.unfinished(), key=lambda sequence: sequence.sequence_id))
         return everybody[-1]
 
     for now in range(stream.num_before + most):
@@ -66,7 +70,7 @@ def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int
             x = submit(priority, 1)
         for number in range(stream.per_step):
             submit(stream.priorities[(now * stream.per_step + number) % len(stream.priorities)], stream.length)
-        best = scheduler._waiting.best(scheduler.num_steps)
+        best = scheduler.sequences.waiting.best(scheduler.count.steps)
         plan = scheduler.plan()
         assert plan is not None
         if x is not None:
@@ -79,7 +83,7 @@ def steps_waited(stream: Stream, num_slots: int, aging_steps: int, priority: int
         scheduler.commit(plan, [[7]] * len(plan.spans))
     assert x is not None
     num_overtaking = sum(may_overtake(other, x, aging_steps) for other in everybody if other is not x)
-    return (scheduler.num_steps - 1 if x.slot is not None else now + 1) - stream.num_before, num_overtaking
+    return (scheduler.count.steps - 1 if x.slot is not None else now + 1) - stream.num_before, num_overtaking
 
 
 @settings(max_examples=150)

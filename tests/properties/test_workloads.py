@@ -135,8 +135,8 @@ def test_a_tiny_cache_preempts_and_gives_the_same_outputs_as_a_huge_one(seed: in
     ]
     in_tiny, tiny_world = run_to_the_end(jobs, tiny)
     in_huge, huge_world = run_to_the_end(jobs, huge)
-    assert tiny_world.scheduler.num_preemptions > 0
-    assert huge_world.scheduler.num_preemptions == 0
+    assert tiny_world.scheduler.count.preemptions > 0
+    assert huge_world.scheduler.count.preemptions == 0
     assert in_tiny == in_huge == one_by_one(jobs, tiny.capacity)
 
 
@@ -148,4 +148,4 @@ def test_sharing_saves_computing_and_changes_no_output(seed: int, windows: tuple
     shared, with_cache = run_to_the_end(jobs, sharing)
     plain, without_cache = run_to_the_end(jobs, replace(sharing, prefix_caching=False))
     assert shared == plain == one_by_one(jobs, sharing.capacity)
-    assert with_cache.scheduler.num_cached_tokens > without_cache.scheduler.num_cached_tokens
+    assert with_cache.scheduler.reuse.num_cached_tokens > without_cache.scheduler.reuse.num_cached_tokens

@@ -12,6 +12,7 @@ import pytest
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.prefix_cache import Node, Parent, Root
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request
@@ -36,14 +37,16 @@ class World:
         self.store = None if sizes.storing is None else RandomStore(sizes.storing, self.cache)
         self.scheduler = Scheduler(
             self.pool,
-            sizes.max_num_seqs,
-            sizes.budget,
-            max_prefill_tokens_per_step=sizes.max_prefill,
-            background_tokens_per_step=sizes.background_tokens,
+            Limits(
+                max_num_seqs=sizes.max_num_seqs,
+                max_num_batched_tokens=sizes.budget,
+                max_prefill_tokens_per_step=sizes.max_prefill,
+                background_tokens_per_step=sizes.background_tokens,
+                max_scored_tokens=sizes.max_scored,
+                recompute_beyond=sizes.recompute_beyond,
+            ),
             aging_steps=sizes.aging_steps,
             enable_prefix_caching=sizes.prefix_caching,
-            max_scored_tokens=sizes.max_scored,
-            recompute_beyond=sizes.recompute_beyond,
             speculator=None if sizes.guessing is None else RandomSpeculator(sizes.guessing),
             block_store=self.store,
         )
@@ -97,7 +100,7 @@ class World:
         self.num_requests += 1
         self.scheduler.submit(request)
         new = sorted(
-            (each for each in self.scheduler.sequences() if each.sequence_id >= self.num_sequences),
+            (each for each in self.scheduler.unfinished() if each.sequence_id >= self.num_sequences),
             key=lambda sequence: sequence.sequence_id,
         )
         assert [each.sequence_id for each in new] == list(range(self.num_sequences, self.num_sequences + num_sequences))
@@ -122,7 +125,7 @@ class World:
         check_admissions(self, preempted, admitted)
         self.reached["evictions"] += len(known - self.known_nodes())
         if plan is None:
-            assert not self.unfinished or self.scheduler.is_restoring
+            assert not self.unfinished or self.scheduler.persistence.is_waiting
             self.preempted_in_vain |= {each.sequence_id for each in preempted}
             self.num_plans += 1
             return

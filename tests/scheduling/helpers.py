@@ -1,11 +1,13 @@
 """Helpers for the scheduler tests. Sequences are numbered in the order of submission."""
 
 from collections.abc import Sequence as SequenceOf
+from dataclasses import fields
 from typing import Any
 
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.scheduler import Progress, Scheduler
 from inflight.scheduling.sequence import Request
 
@@ -24,8 +26,11 @@ def make_scheduler(
 ) -> Scheduler:
     return Scheduler(
         BlockPool(num_blocks, CacheLayout(block_size, cache_groups, max_num_batched_tokens)),
-        max_num_seqs,
-        max_num_batched_tokens,
+        Limits(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            **{field.name: options.pop(field.name) for field in fields(Limits) if field.name in options},
+        ),
         enable_prefix_caching=enable_prefix_caching,
         **options,
     )
@@ -82,7 +87,7 @@ def run_to_the_end(scheduler: Scheduler, max_num_steps: int = 1000) -> int:
 
 def waiting(scheduler: Scheduler) -> list[int]:
     """The ids of the waiting sequences."""
-    return [sequence.sequence_id for sequence in scheduler.sequences() if sequence.slot is None]
+    return [sequence.sequence_id for sequence in scheduler.unfinished() if sequence.slot is None]
 
 
 def full_cache() -> Scheduler:

@@ -41,7 +41,7 @@ def test_the_prompt_is_computed_once(prefix_caching: bool, prompt_len: int, budg
     scheduler = forking(enable_prefix_caching=prefix_caching, max_num_batched_tokens=budget)
     submit(scheduler, "a", prompt_len, max_output, num_sequences=n)
     assert num_tokens_to_the_end(scheduler) == prompt_len + (n - 1) + n * (max_output - 1)
-    assert scheduler.num_cached_tokens == (n - 1) * (prompt_len - 1)
+    assert scheduler.reuse.num_cached_tokens == (n - 1) * (prompt_len - 1)
     assert scheduler.block_pool.num_used == 0
 
 
@@ -182,7 +182,7 @@ def test_forks_of_a_discarded_step_are_repeated() -> None:
     again = plan_of(scheduler)
     assert spans_of(again) == spans_of(plan)
     assert len(again.copies) == 2
-    assert scheduler.num_cached_tokens == 12, "counted once"
+    assert scheduler.reuse.num_cached_tokens == 12, "counted once"
 
 
 def test_forks_from_an_ended_sibling_are_lost_with_a_discarded_step_and_recomputed() -> None:

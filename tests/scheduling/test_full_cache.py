@@ -18,7 +18,7 @@ def test_a_single_sequence_may_fill_the_cache_and_its_last_token_needs_no_place(
     scheduler = make_scheduler(num_blocks=3, block_size=2)
     submit(scheduler, "a", 2, max_output=5)
     assert run_to_the_end(scheduler) == 5
-    assert scheduler.num_preemptions == 0
+    assert scheduler.count.preemptions == 0
 
 
 def test_a_block_is_taken_for_its_first_token() -> None:
@@ -39,7 +39,7 @@ def test_when_blocks_run_out_the_last_admitted_sequence_releases_all_its_blocks(
     assert spans_of(plan) == [(0, 3, 4), (1, 3, 4)]
     assert plan.released_slots == (2,)
     assert (victim.slot, list(victim.block_tables[0]), victim.num_computed_tokens) == (None, [], 0)
-    assert (victim.num_preemptions, scheduler.num_preemptions) == (1, 1)
+    assert (victim.num_preemptions, scheduler.count.preemptions) == (1, 1)
 
 
 def test_a_preempted_sequence_goes_to_the_head_of_the_queue() -> None:
@@ -96,4 +96,4 @@ def test_every_sequence_finishes_in_a_cache_of_any_size() -> None:
     for name in "abcdef":
         submit(scheduler, name, 3, max_output=6)
     run_to_the_end(scheduler, max_num_steps=6 * 9)  # the oldest sequence computes at least one token per step
-    assert scheduler.num_preemptions > 0
+    assert scheduler.count.preemptions > 0

@@ -170,7 +170,7 @@ def test_a_request_reports_how_much_of_its_prompt_was_found() -> None:
     assert tables_of(plan)[0][:2] == tables_of(plan)[1][:2]
     progress = commit(scheduler, plan)
     assert [each.sequence.num_cached_tokens for each in progress] == [0, 8]
-    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (20, 8)
+    assert (scheduler.count.prompt_tokens, scheduler.reuse.num_cached_tokens) == (20, 8)
 
 
 def test_the_next_turn_of_a_conversation_finds_the_previous_output() -> None:
@@ -216,7 +216,7 @@ def test_a_preempted_sequence_finds_its_own_blocks_again() -> None:
     assert step(scheduler) == [(0, 12, 13)], "b gave its three blocks back, of which a took the one with one token"
     scheduler.abort("a")
     assert step(scheduler) == [(1, 8, 11)]
-    assert scheduler.num_cached_tokens == 0, "a prompt is counted when it first runs"
+    assert scheduler.reuse.num_cached_tokens == 0, "a prompt is counted when it first runs"
 
 
 def test_without_a_prefix_cache_nothing_is_found() -> None:

@@ -189,7 +189,7 @@ def test_blocks_that_a_victim_shares_are_not_counted_as_freed() -> None:
     assert scheduler.block_pool.num_used == 7
     submit(scheduler, "c", [*range(50, 56)], priority=1)
     assert step(scheduler) == [(0, 6, 7), (1, 7, 8)], "one or two come free if b goes, and six are needed"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.count.preemptions == 0
 
 
 def test_equal_priorities_never_preempt_each_other() -> None:
@@ -232,7 +232,7 @@ def test_a_preempted_sequence_keeps_its_age() -> None:
 def test_a_preempted_sequence_loses_no_reported_token() -> None:
     scheduler = by_priority(max_num_seqs=1)
     submit(scheduler, "a", 2, max_output=5, priority=1)
-    sequence = next(scheduler.sequences())
+    sequence = next(scheduler.unfinished())
     step(scheduler, token=7)
     step(scheduler, token=8)
     submit(scheduler, "b", 1, max_output=1, priority=0)
@@ -259,4 +259,4 @@ def test_the_queue_is_listed_in_its_order_of_service() -> None:
     for name, priority in [("a", 3), ("b", 1), ("c", 2), ("d", 1), ("e", 0)]:
         submit(scheduler, name, 1, priority=priority)
     step(scheduler)
-    assert [each.sequence_id for each in scheduler.sequences()] == [4, 1, 3, 2, 0]
+    assert [each.sequence_id for each in scheduler.unfinished()] == [4, 1, 3, 2, 0]

@@ -21,7 +21,7 @@ def test_a_sequence_that_outgrows_the_length_is_recomputed_in_its_slot_and_block
     assert sorted(plan.tables[0][0]) == [0, 1, 2, 3, 4]
     commit(scheduler, plan)
     assert [step(scheduler) for _ in range(2)] == [[(0, 5, 6)], [(0, 6, 7)]], "once is enough"
-    assert scheduler.num_preemptions == 0
+    assert scheduler.count.preemptions == 0
 
 
 def test_a_prompt_that_starts_beyond_the_length_is_computed_once() -> None:

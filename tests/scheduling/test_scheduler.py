@@ -48,7 +48,7 @@ def test_without_sequences_there_is_no_plan() -> None:
     submit(scheduler, "a", 3, max_output=1)
     step(scheduler)
     assert scheduler.plan() is None
-    assert (scheduler.num_running, scheduler.num_waiting, list(scheduler.sequences())) == (0, 0, [])
+    assert (scheduler.num_running, scheduler.num_waiting, list(scheduler.unfinished())) == (0, 0, [])
     assert scheduler.block_pool.num_available == 100
 
 

@@ -140,12 +140,12 @@ def test_a_sequence_that_relied_on_a_discarded_step_starts_over() -> None:
     plan = plan_of(scheduler)
     scheduler.discard()
     assert scheduler.block_pool.num_cached == 0
-    assert [sequence.num_computed_tokens for sequence in scheduler.sequences()] == [0, 0, 0]
+    assert [sequence.num_computed_tokens for sequence in scheduler.unfinished()] == [0, 0, 0]
     again = plan_of(scheduler)
     assert spans_of(again) == spans_of(plan)
     progress = commit(scheduler, again)
     assert [each.sequence.num_cached_tokens for each in progress] == [0, 12, 12], "counted once"
-    assert (scheduler.num_prompt_tokens, scheduler.num_cached_tokens) == (39, 24)
+    assert (scheduler.count.prompt_tokens, scheduler.reuse.num_cached_tokens) == (39, 24)
 
 
 def test_a_sequence_outside_a_failed_step_that_relied_on_it_starts_over() -> None:

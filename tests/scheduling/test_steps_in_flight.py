@@ -197,7 +197,7 @@ def test_the_same_requests_give_the_same_plans() -> None:
             commit(scheduler, made[-1])
             if number == 7:
                 scheduler.abort("c")
-        assert scheduler.num_preemptions > 0
+        assert scheduler.count.preemptions > 0
         return made
 
     assert plans() == plans()

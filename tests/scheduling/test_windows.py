@@ -39,7 +39,7 @@ def test_blocks_that_left_a_window_are_available_to_other_sequences() -> None:
     for name in ("a", "b"):
         submit(scheduler, name, 4, max_output=20)
     assert run_to_the_end(scheduler) == 20
-    assert scheduler.num_preemptions == 0
+    assert scheduler.count.preemptions == 0
 
 
 def test_a_chunked_prompt_is_admitted_if_it_would_not_fit_as_a_whole() -> None:
@@ -60,7 +60,7 @@ def test_a_prefix_is_found_by_its_last_window() -> None:
     assert num_kept(plan) == [11, 4]
     commit(scheduler, plan)
     run_to_the_end(scheduler)
-    assert scheduler.num_cached_tokens == 20
+    assert scheduler.reuse.num_cached_tokens == 20
 
 
 @pytest.mark.parametrize(("group", "index", "found"), [(0, 6, 12), (1, 7, 14), (1, 5, 10), (1, 0, 16), (0, 0, 0)])

@@ -255,7 +255,7 @@ class Engine:
         limit = self.config.max_num_waiting
         if limit is None or accepted.request.priority == BACKGROUND:
             return
-        num_waiting = self.scheduler.num_waiting - self.scheduler.num_waiting_in_background
+        num_waiting = self.scheduler.num_waiting - self.scheduler.sequences.waiting.num_in_background
         if num_waiting + accepted.params.n > limit:
             raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
 
@@ -356,7 +356,7 @@ class Engine:
             self.observer(record)
         if self._store is not None:
             self._store.is_busy = self.scheduler.num_running > 0
-            if plan is None and self.scheduler.is_restoring:
+            if plan is None and self.scheduler.persistence.is_waiting:
                 self._store.wait(LONGEST_WAIT)
 
     def _see_assignments(self, plan: StepPlan, now: float) -> None:
@@ -426,7 +426,7 @@ class Engine:
         was given."""
         if self._speculation is not None:
             num_guessed = sum(span.num_guessed for span in plan.spans)
-            num_accepted = self.scheduler.num_accepted_tokens - self._num_accepted_tokens
+            num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
             self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
@@ -463,20 +463,20 @@ class Engine:
         scheduler, pool = self.scheduler, self.scheduler.block_pool
         return EngineStats(
             num_requests=self._num_requests,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
+            num_prompt_tokens=scheduler.count.prompt_tokens,
+            num_cached_tokens=scheduler.reuse.num_cached_tokens,
             num_generated_tokens=self._num_generated_tokens,
             num_steps=self._num_steps,
-            num_preemptions=scheduler.num_preemptions,
+            num_preemptions=scheduler.count.preemptions,
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
-            num_guesses=scheduler.num_guesses,
-            num_restored_tokens=scheduler.num_restored_tokens,
-            num_guessed_tokens=scheduler.num_guessed_tokens,
-            num_accepted_tokens=scheduler.num_accepted_tokens,
+            num_guesses=scheduler.count.guesses,
+            num_restored_tokens=scheduler.persistence.num_restored_tokens,
+            num_guessed_tokens=scheduler.count.guessed_tokens,
+            num_accepted_tokens=scheduler.count.accepted_tokens,
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),
         )

@@ -116,7 +116,7 @@ class LiveFeed:
 
     def _running(self) -> list[Sequence]:
         scheduler = self._engine.scheduler
-        return list(islice(scheduler.sequences(), scheduler.num_running))
+        return list(islice(scheduler.unfinished(), scheduler.num_running))
 
     def _waiting(self, now: float) -> tuple[LiveSequence, ...]:
         """The first that wait: of a long queue as it was up to a second ago."""

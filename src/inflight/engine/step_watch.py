@@ -35,7 +35,7 @@ class StepWatch:
 
     def start_over(self) -> None:
         """The scheduler has started over: nobody has a slot."""
-        self._owners: list[Sequence | None] = [None] * self._scheduler.max_num_seqs
+        self._owners: list[Sequence | None] = [None] * self._scheduler.limits.max_num_seqs
 
     def see_arrival(self, arrival: ArrivalRecord) -> None:
         """Put a submitted request into the next record."""
@@ -76,9 +76,9 @@ class StepWatch:
             spans=tuple(spans),
             num_running=scheduler.num_running,
             num_waiting=scheduler.num_waiting,
-            num_preemptions=scheduler.num_preemptions,
-            num_prompt_tokens=scheduler.num_prompt_tokens,
-            num_cached_tokens=scheduler.num_cached_tokens,
+            num_preemptions=scheduler.count.preemptions,
+            num_prompt_tokens=scheduler.count.prompt_tokens,
+            num_cached_tokens=scheduler.reuse.num_cached_tokens,
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks=pool.num_blocks,

@@ -160,7 +160,7 @@ class _PrefixEngine:
 
     def forget(self) -> None:
         """Know nothing."""
-        self.engine.scheduler.reset_prefix_cache()
+        self.engine.scheduler.block_pool.forget_all()
 
     def know_prefix(self) -> None:
         """Know the prefix, and nothing else."""

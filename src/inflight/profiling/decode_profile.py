@@ -120,7 +120,7 @@ class Decodes:
 
     def lengths(self) -> list[int]:
         """Return how many keys each sequence's next query attends to."""
-        return [len(sequence.token_ids) for sequence in self._engine.scheduler.sequences()]
+        return [len(sequence.token_ids) for sequence in self._engine.scheduler.unfinished()]
 
     def end(self) -> None:
         """Abort all sequences, so that the engine is empty."""

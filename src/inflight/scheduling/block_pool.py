@@ -185,6 +185,11 @@ class BlockPool:
             del self._cached[block]
             self._free.append(block)
 
+    def forget_all(self) -> None:
+        """Let no cached block be found any more."""
+        for block in list(self._cached):
+            self.forget(block)
+
     # ------------------------------------------------------------------------------------- one block
 
     def _take(self) -> int:

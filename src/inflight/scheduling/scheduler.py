@@ -21,10 +21,9 @@ no tensor, no clock, no randomness.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from heapq import nsmallest
 from typing import Self
 
 from inflight.contracts.block_store import BlockStore
@@ -35,13 +34,13 @@ from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
 from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.guessing import Guessing, num_right_guesses
+from inflight.scheduling.limits import Limits
 from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.sequences import Sequences
 from inflight.scheduling.service_order import ServiceOrder
-from inflight.scheduling.slots import Slots
-from inflight.scheduling.waiting_queue import WaitingQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,80 +51,70 @@ class Progress:
     new_token_ids: list[int]
 
 
+@dataclass(slots=True)
+class Counters:
+    """What a scheduler has done since it was made.
+
+    Attributes:
+        steps: that were planned.
+        prompt_tokens: of all sequences that have had a slot, each counted once.
+        guesses, guessed_tokens, accepted_tokens: spans with guessed tokens, these tokens, and how many of them were
+            right.
+    """
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    guesses: int = 0
+    guessed_tokens: int = 0
+    accepted_tokens: int = 0
+
+
 class Scheduler:
     """Decides, before every forward pass, which tokens run; owns all sequences until they are finished.
 
     Args:
         block_pool: the cache's blocks.
-        max_num_seqs: slots. No more than `max_num_batched_tokens` are used, so that every decode gets its token.
-        max_num_batched_tokens: the token budget of a step.
-        max_prefill_tokens_per_step: how many of them may go to sequences that owe more than one token while others
-            decode, or in the background; None: all that the decodes leave.
-        background_tokens_per_step: how many tokens sequences in the background may have beside others.
         aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found again by their content.
-        max_scored_tokens: the most prompt tokens that a step scores: each needs a row of logits as wide as the
-            vocabulary.
-        recompute_beyond: a sequence that grows past so many tokens is recomputed from its start, because the model
-            sees all of its tokens differently from then on (LongRoPE); None: there is no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
         speculator: guesses tokens that may come next; None: nothing is guessed.
-        block_store: keeps blocks outside of the cache; None: nobody does.
+        block_store: keeps blocks outside of the cache; None: there is no such store.
 
     Attributes:
+        sequences: all that are unfinished.
+        count: what has been done so far.
         limit_prefill: gives the `max_prefill_tokens_per_step` beside so many tokens of decodes, in the background or
-            not; whoever measures steps may replace it.
+            not; what measures steps may replace it.
     """
 
     def __init__(
         self,
         block_pool: BlockPool,
-        max_num_seqs: int,
-        max_num_batched_tokens: int,
+        limits: Limits,
         *,
-        max_prefill_tokens_per_step: int | None = None,
-        background_tokens_per_step: int = 0,
         aging_steps: int | None = None,
         enable_prefix_caching: bool = True,
-        max_scored_tokens: int = 256,
-        recompute_beyond: int | None = None,
         can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
     ) -> None:
-        self.max_num_seqs = max_num_seqs
-        self.max_num_batched_tokens = max_num_batched_tokens
-        self.limit_prefill: Callable[[int, bool], int | None] = lambda _, in_background: max_prefill_tokens_per_step
-        self.background_tokens_per_step = background_tokens_per_step
-        self.max_scored_tokens = max_scored_tokens
-        self.recompute_beyond = recompute_beyond
-        self.num_steps = 0
-        self.num_preemptions = 0
-        self.num_guesses = self.num_guessed_tokens = self.num_accepted_tokens = 0
-        """Spans with guessed tokens, these tokens, and how many of them were right."""
-        self.num_prompt_tokens = 0
-        """Prompt tokens of all sequences that have had a slot, each counted once."""
-        self._order = ServiceOrder(aging_steps)
-        self._speculator = speculator
-        self._block_store = block_store if enable_prefix_caching and can_share_prefixes else None
-        self._next_sequence_id = 0
-        self._num_scorable_tokens = max_scored_tokens  # left in the step that is being planned
-        self._hold_nothing(block_pool, enable_prefix_caching, can_share=can_share_prefixes)
-
-    def _hold_nothing(self, block_pool: BlockPool, enable_prefix_caching: bool, *, can_share: bool) -> None:
         self.block_pool = block_pool
-        self.reuse = Reuse(block_pool, enable_prefix_caching, self.recompute_beyond, can_share=can_share)
-        self.persistence = Persistence(self._block_store, block_pool, self.reuse.find)
-        if self._block_store is not None:
+        self.limits = limits
+        self.limit_prefill: Callable[[int, bool], int | None] = lambda _, __: limits.max_prefill_tokens_per_step
+        self.count = Counters()
+        num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        self.sequences = Sequences(ServiceOrder(aging_steps), num_slots)
+        self.reuse = Reuse(block_pool, enable_prefix_caching, limits.recompute_beyond, can_share=can_share_prefixes)
+        store = block_store if self.reuse.enable_prefix_caching else None
+        self.persistence = Persistence(store, block_pool, self.reuse.find)
+        if store is not None:
             self.reuse.save = self.persistence.save
         self._guessing: Guessing | None = None
-        if self._speculator is not None:
-            self._guessing = Guessing(self._speculator, block_pool, self.recompute_beyond)
-        self._waiting = WaitingQueue(self._order)
-        self._running: dict[int, Sequence] = {}
-        self._of_request: dict[str, dict[int, Sequence]] = {}  # its unfinished sequences
-        self._slots = Slots(min(self.max_num_seqs, self.max_num_batched_tokens))
+        if speculator is not None:
+            self._guessing = Guessing(speculator, block_pool, limits.recompute_beyond)
+        self._num_scorable_tokens = limits.max_scored_tokens  # left in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -136,8 +125,8 @@ class Scheduler:
         num_blocks: int,
         recompute_beyond: int | None = None,
         *,
-        can_share_prefixes: bool = True,
         layout: CacheLayout | None = None,
+        can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
     ) -> Self:
@@ -145,106 +134,73 @@ class Scheduler:
 
         Args:
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
-            speculator, block_store: as in `Scheduler`.
+            recompute_beyond: see `Limits`. The others are as in `Scheduler`.
         """
-        return cls(
-            BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
+        limits = Limits(
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
             max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
             background_tokens_per_step=config.background_tokens_per_step,
+            recompute_beyond=recompute_beyond,
+        )
+        return cls(
+            BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
+            limits,
             aging_steps=config.aging_steps if config.policy == "priority" else None,
             enable_prefix_caching=config.enable_prefix_caching,
-            recompute_beyond=recompute_beyond,
             can_share_prefixes=can_share_prefixes,
             speculator=speculator,
             block_store=block_store,
         )
 
     @property
-    def num_cached_tokens(self) -> int:
-        """How many of `num_prompt_tokens` did not have to be computed."""
-        return self.reuse.num_cached_tokens
-
-    @property
     def num_waiting(self) -> int:
         """Sequences without a slot, including preempted ones and those that wait for blocks from elsewhere."""
-        return len(self._waiting) + sum(1 for _ in self.persistence.parked())
-
-    @property
-    def num_waiting_in_background(self) -> int:
-        """How many of them are in the background."""
-        return self._waiting.num_in_background
+        return len(self.sequences.waiting) + sum(1 for _ in self.persistence.parked())
 
     @property
     def num_running(self) -> int:
         """Sequences with a slot."""
-        return len(self._running)
+        return len(self.sequences.running)
 
-    @property
-    def num_restored_tokens(self) -> int:
-        """Tokens of blocks that came from elsewhere."""
-        return self.persistence.num_restored_tokens
-
-    @property
-    def is_restoring(self) -> bool:
-        """Whether blocks come from elsewhere for sequences that wait for them."""
-        return self.persistence.is_waiting
-
-    def sequences(self) -> Iterator[Sequence]:
+    def unfinished(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in the order in which it is served."""
-        for group in (self._running.values(), [*self._waiting, *self.persistence.parked()]):
-            yield from sorted(group, key=lambda sequence: self._order.rank(sequence, self.num_steps))
+        for group in (self.sequences.running.values(), self._without_slot()):
+            yield from self.sequences.in_service_order(group, self.count.steps)
 
     def first_waiting(self, number: int) -> list[Sequence]:
         """The first of the sequences without a slot, in the order in which they are served."""
-        waiting = [*self._waiting, *self.persistence.parked()]
-        return nsmallest(number, waiting, key=lambda sequence: self._order.rank(sequence, self.num_steps))
+        return self.sequences.first(number, self._without_slot(), self.count.steps)
 
     def running(self, sequence_id: int) -> Sequence:
         """The running sequence of this id. Raises `KeyError` if it is not running."""
-        return self._running[sequence_id]
+        return self.sequences.running[sequence_id]
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether any sequence of the request still waits or runs."""
-        return request_id in self._of_request
+        return request_id in self.sequences.of_request
+
+    def find(self, sequence_id: int) -> Sequence | None:
+        """The unfinished sequence of this id, if there is one."""
+        parked = (each for each in self.persistence.parked() if each.sequence_id == sequence_id)
+        found = self.sequences.running.get(sequence_id) or self.sequences.waiting.get(sequence_id)
+        return found or next(parked, None)
 
     def has_sequence(self, sequence_id: int) -> bool:
         """Whether this sequence still waits or runs."""
-        return sequence_id in self._running or self._without_slot(sequence_id) is not None
+        return self.find(sequence_id) is not None
 
-    def _without_slot(self, sequence_id: int) -> Sequence | None:
-        parked = (each for each in self.persistence.parked() if each.sequence_id == sequence_id)
-        return self._waiting.get(sequence_id) or next(parked, None)
+    def _without_slot(self) -> list[Sequence]:
+        return [*self.sequences.waiting, *self.persistence.parked()]
 
     def submit(self, request: Request) -> None:
         """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
-        self._queue(request, (self._new_sequence(request, index) for index in range(request.num_sequences)))
-
-    def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes, while no sequence waits or runs. Counters go on."""
-        assert not self._of_request
-        num_restored_tokens = self.num_restored_tokens
-        pool, before = BlockPool(self.block_pool.num_blocks, self.block_pool.layout), self.reuse
-        self._hold_nothing(pool, before.enable_prefix_caching, can_share=before.can_share)
-        self.reuse.num_cached_tokens = before.num_cached_tokens
-        self.persistence.num_restored_tokens = num_restored_tokens
-        self._slots.give_back_all()
-
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
-        tables, token_ids = self.block_pool.new_tables(), list(request.prompt_token_ids)
-        sequence = Sequence(self._next_sequence_id, request, index, token_ids, self.num_steps, tables)
-        self._next_sequence_id += 1
-        return sequence
-
-    def _queue(self, request: Request, sequences: Iterable[Sequence]) -> None:
-        of_request = self._of_request[request.request_id] = {}
-        for sequence in sequences:
+        made = self.sequences.make(request, self.count.steps, self.block_pool)
+        for sequence in made:
             self.reuse.forget_progress(sequence)
-            of_request[sequence.sequence_id] = sequence
-        if not self._may_load or not self.persistence.park(list(of_request.values())):
-            for sequence in of_request.values():
-                self._waiting.push(sequence)
+        if not self._may_load or not self.persistence.park(made):
+            for sequence in made:
+                self.sequences.waiting.push(sequence)
 
     @property
     def _may_load(self) -> bool:
@@ -256,30 +212,30 @@ class Scheduler:
         if self._in_flight is not None:
             raise RuntimeError("the step planned before is still in flight: commit or fail it first")
         for sequence in self.persistence.take_in(may_load=self._may_load):
-            self._waiting.push(sequence)
+            self.sequences.waiting.push(sequence)
         lengths: dict[Sequence, int] = {}
-        self._num_scorable_tokens = self.max_scored_tokens
-        running = self._in_service_order()
+        self._num_scorable_tokens = self.limits.max_scored_tokens
+        running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
         self._make_room_for_the_best(running)
-        budget, num_preemptions = self.max_num_batched_tokens, self.num_preemptions
+        budget, num_preemptions = self.limits.max_num_batched_tokens, self.count.preemptions
         for in_background in (False, True):
             if in_background and lengths:
-                budget = min(budget - sum(lengths.values()), self.background_tokens_per_step)
+                budget = min(budget - sum(lengths.values()), self.limits.background_tokens_per_step)
             if budget > 0:
                 left = self._schedule_running(running, lengths, budget, in_background)
-                if self.num_preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
+                if self.count.preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
                     self._start_waiting(lengths, left, in_background)
-        self.num_steps += 1
+        self.count.steps += 1
         if not lengths:
             return None
         num_groups = len(self.block_pool.layout.groups)
-        self._in_flight = make_plan(lengths, self._guess(lengths), self._slots, num_groups, self.reuse.copies)
+        self._in_flight = make_plan(lengths, self._guess(lengths), self.sequences.slots, num_groups, self.reuse.copies)
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
         """A plan of no spans, which only tells of released slots: for when nothing is left to compute. None if no slot
         was released since the last plan."""
-        if self._in_flight is not None or not (released_slots := self._slots.take_released()):
+        if self._in_flight is not None or not (released_slots := self.sequences.slots.take_released()):
             return None
         return StepPlan((), (), released_slots=released_slots)
 
@@ -290,9 +246,9 @@ class Scheduler:
         Tokens of sequences that were finished or aborted while the step was in flight are dropped.
         """
         self._land(plan)
-        progress = []
+        progress, beyond = [], self.limits.recompute_beyond
         for span, sampled in zip(plan.spans, tokens, strict=True):
-            sequence = self._running.get(span.sequence_id)
+            sequence = self.sequences.running.get(span.sequence_id)
             if sequence is None:
                 continue
             new_token_ids = sequence.append(sampled)
@@ -308,7 +264,7 @@ class Scheduler:
             progress.append(Progress(sequence, new_token_ids))
             if sequence.finish_reason is not None:
                 self._remove(sequence)
-            elif self.recompute_beyond is not None and sequence.has_grown_past(self.recompute_beyond, new_token_ids):
+            elif beyond is not None and sequence.has_grown_past(beyond, new_token_ids):
                 self.reuse.start_over(sequence)
         return progress
 
@@ -321,7 +277,8 @@ class Scheduler:
         """End every sequence of a step that went wrong with "error", and return them; the step leaves nothing
         behind."""
         self._land_failed(plan)
-        failed = [sequence for span in plan.spans if (sequence := self._running.get(span.sequence_id)) is not None]
+        running = (self.sequences.running.get(span.sequence_id) for span in plan.spans)
+        failed = [sequence for sequence in running if sequence is not None]
         for sequence in failed:
             self.finish(sequence.sequence_id, "error")
         return failed
@@ -329,7 +286,7 @@ class Scheduler:
     def finish(self, sequence_id: int, reason: FinishReason, num_tokens_kept: int | None = None) -> Sequence | None:
         """End a sequence from outside, with its first `num_tokens_kept` output tokens (None: all of them), and return
         it; None if there is no unfinished sequence of this id."""
-        sequence = self._running.get(sequence_id) or self._without_slot(sequence_id)
+        sequence = self.find(sequence_id)
         if sequence is None:
             return None
         if num_tokens_kept is not None:
@@ -340,16 +297,12 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End all unfinished sequences of a request with "abort", and return them; none if the request is unknown."""
-        sequences = list(self._of_request.get(request_id, {}).values())
+        sequences = self.sequences.of(request_id)
         for sequence in sequences:
             self.finish(sequence.sequence_id, "abort")
         return sequences
 
     # ---------------------------------------------------------------------------------------- planning
-
-    def _in_service_order(self) -> list[Sequence]:
-        """The running sequences, best first."""
-        return sorted(self._running.values(), key=lambda sequence: self._order.rank(sequence, self.num_steps))
 
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
         """Preempt strictly worse sequences for the best waiting one, if it lacks a slot or blocks that they can give.
@@ -357,18 +310,18 @@ class Scheduler:
         At most one sequence a step gains its place this way. A block that several sequences share comes free only when
         all of them are preempted.
         """
-        if not running or (best := self._waiting.best(self.num_steps)) is None:
+        if not running or (best := self.sequences.waiting.best(self.count.steps)) is None:
             return
-        priority = self._order.effective_priority(best, self.num_steps)
-        if self._order.effective_priority(running[-1], self.num_steps) <= priority:
+        priority = self.sequences.order.effective_priority(best, self.count.steps)
+        if self.sequences.order.effective_priority(running[-1], self.count.steps) <= priority:
             return
         num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
-        num_slots, num_victims, held = self._slots.num_free, 0, Counter[int]()
+        num_slots, num_victims, held = self.sequences.slots.num_free, 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
                 return
             victim = running[-1 - num_victims]
-            if self._order.effective_priority(victim, self.num_steps) <= priority:
+            if self.sequences.order.effective_priority(victim, self.count.steps) <= priority:
                 return
             num_victims += 1
             num_slots += 1
@@ -396,7 +349,7 @@ class Scheduler:
         for sequence in decodes:
             if budget > 0:
                 budget -= self._schedule(sequence, 1, lengths, running)
-        num_prefill_tokens = self.max_num_batched_tokens
+        num_prefill_tokens = self.limits.max_num_batched_tokens
         if lengths or in_background:  # in the background, whoever comes next waits for the end of this step
             limit = self.limit_prefill(sum(lengths.values()), in_background)
             num_prefill_tokens = num_prefill_tokens if limit is None else limit
@@ -414,7 +367,7 @@ class Scheduler:
 
         A sequence that waits for a sibling's prompt needs no budget, but has to have its slot when that is computed.
         """
-        while self._slots.num_free and (sequence := self._waiting.best(self.num_steps)) is not None:
+        while self.sequences.slots.num_free and (sequence := self.sequences.waiting.best(self.count.steps)) is not None:
             if sequence.is_background != in_background:
                 return
             waits = self._waits_for_sibling(sequence)
@@ -422,11 +375,9 @@ class Scheduler:
                 return  # one that is longer than any budget runs alone
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
-            self._waiting.remove(sequence)
-            sequence.slot = self._slots.take()
-            self._running[sequence.sequence_id] = sequence
+            self.sequences.start(sequence)
             if sequence.num_preemptions == 0:
-                self.num_prompt_tokens += sequence.num_prompt_tokens
+                self.count.prompt_tokens += sequence.num_prompt_tokens
             if not waits:
                 self.reuse.take(sequence, self._siblings(sequence))
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
@@ -460,7 +411,7 @@ class Scheduler:
         """The guesses that are computed together with what is planned; none without a speculator."""
         if self._guessing is None:
             return {}
-        return self._guessing.guess(lengths, self.max_num_batched_tokens - sum(lengths.values()))
+        return self._guessing.guess(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
 
     def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
         """Of a span's guesses, only those that came true count as computed."""
@@ -469,9 +420,9 @@ class Scheduler:
         self.block_pool.shrink(sequence.block_tables, sequence.num_computed_tokens)
         sequence.num_guessed_tokens += span.num_guessed
         sequence.num_accepted_tokens += num_right
-        self.num_guesses += 1
-        self.num_guessed_tokens += span.num_guessed
-        self.num_accepted_tokens += num_right
+        self.count.guesses += 1
+        self.count.guessed_tokens += span.num_guessed
+        self.count.accepted_tokens += num_right
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         num_computed = sequence.num_computed_tokens
@@ -485,19 +436,11 @@ class Scheduler:
         self._release(sequence)
         self.reuse.forget_progress(sequence)
         sequence.num_preemptions += 1
-        self.num_preemptions += 1
-        self._waiting.push(sequence)
+        self.count.preemptions += 1
+        self.sequences.waiting.push(sequence)
 
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
-        """The other running sequences of its request whose blocks it can share."""
-        request = sequence.request
-        if request.num_sequences == 1:
-            return
-        of_request = self._of_request[request.request_id]
-        for other in (of_request if len(of_request) < len(self._running) else self._running).values():
-            is_running = other.slot is not None and other is not sequence
-            if is_running and other.request is request and other.root == sequence.root:
-                yield other
+        return self.sequences.siblings_of(sequence)
 
     def _waits_for_sibling(self, sequence: Sequence) -> bool:
         """Whether an earlier sibling is computing the prompt for both."""
@@ -525,11 +468,11 @@ class Scheduler:
     def _land_failed(self, plan: StepPlan) -> None:
         """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
         told again, since the runner may not have got to it."""
-        self._slots.tell_again([each.slot for each in plan.assignments], plan.released_slots)
+        self.sequences.slots.tell_again([each.slot for each in plan.assignments], plan.released_slots)
         changed = self.reuse.step_failed()
         self._land(plan)
         for span in plan.spans:
-            if span.num_guessed and (sequence := self._running.get(span.sequence_id)) is not None:
+            if span.num_guessed and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
                 self.block_pool.shrink(sequence.block_tables, span.end - span.num_guessed)
         for sequence in changed:
             if sequence.slot is not None:
@@ -541,18 +484,15 @@ class Scheduler:
             for sibling in self._siblings(sequence):
                 if sibling.num_blocks == 0 and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
                     self.reuse.fork(sibling, sequence)
-        siblings = self._of_request[sequence.request.request_id]
-        del siblings[sequence.sequence_id]
-        if not siblings:
-            del self._of_request[sequence.request.request_id]
+        self.sequences.forget(sequence)
         if sequence.slot is not None:
             self._release(sequence)
         elif not self.persistence.unpark(sequence):
-            self._waiting.remove(sequence)
+            self.sequences.waiting.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
         """Take a running sequence's slot and blocks, or let it keep them until the step in flight is over."""
-        del self._running[sequence.sequence_id]
+        del self.sequences.running[sequence.sequence_id]
         if self._in_flight is not None and any(s.sequence_id == sequence.sequence_id for s in self._in_flight.spans):
             self._released_at_commit.append(sequence)
         else:
@@ -561,5 +501,5 @@ class Scheduler:
     def _give_back(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
         self.reuse.give_back(sequence)
-        self._slots.give_back(sequence.slot)
+        self.sequences.slots.give_back(sequence.slot)
         sequence.slot = None

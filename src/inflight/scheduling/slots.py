@@ -29,12 +29,6 @@ class Slots:
         self._released.add(slot)
         self._told[slot] = NO_SEQUENCE
 
-    def give_back_all(self) -> None:
-        """All slots are free; the next plan tells so, whatever others told."""
-        self._free = list(range(len(self._told)))
-        self._released.update(self._free)
-        self._told = [NO_SEQUENCE] * len(self._told)
-
     def is_news(self, slot: int, sequence_id: int) -> bool:
         """Whether no plan has told yet that the sequence has the slot. The plan that asks does."""
         if self._told[slot] == sequence_id:

@@ -137,7 +137,7 @@ class SimulatedEngine:
         planned = None if self.observer is None else self._watch.see_plan(plan)
         start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
         self.clock += seconds
-        num_accepted = self.scheduler.num_accepted_tokens
+        num_accepted = self.scheduler.count.accepted_tokens
         for step in self.scheduler.commit(plan, [_sampled(span) for span in plan.spans]):
             sequence = step.sequence
             if sequence.sequence_id not in self._first_token_times:
@@ -149,7 +149,7 @@ class SimulatedEngine:
                 self._finish(sequence)
         if self._speculation is not None:
             num_guessed = sum(span.num_guessed for span in plan.spans)
-            num_accepted = self.scheduler.num_accepted_tokens - num_accepted
+            num_accepted = self.scheduler.count.accepted_tokens - num_accepted
             self.log.see_guesses(num_guessed, num_accepted)
             num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
             self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)

@@ -95,7 +95,7 @@ def report_of(engines: Sequence[SimulatedEngine], seconds: float) -> RunReport:
     schedulers = [engine.scheduler for engine in engines]
     return log.report(
         seconds,
-        num_preemptions=sum(each.num_preemptions for each in schedulers),
-        num_prompt_tokens=sum(each.num_prompt_tokens for each in schedulers),
-        num_cached_tokens=sum(each.num_cached_tokens for each in schedulers),
+        num_preemptions=sum(each.count.preemptions for each in schedulers),
+        num_prompt_tokens=sum(each.count.prompt_tokens for each in schedulers),
+        num_cached_tokens=sum(each.reuse.num_cached_tokens for each in schedulers),
     )

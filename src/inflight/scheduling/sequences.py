@@ -1,0 +1,76 @@
+"""`Sequences`: all unfinished sequences of a scheduler: which of them wait, and which run, in which slots."""
+
+from collections.abc import Iterable, Iterator
+from heapq import nsmallest
+
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.service_order import ServiceOrder
+from inflight.scheduling.slots import Slots
+from inflight.scheduling.waiting_queue import WaitingQueue
+
+
+class Sequences:
+    """Unfinished sequences. Those whose blocks come from elsewhere are in neither group until they have come.
+
+    Args:
+        order: in which they are served.
+
+    Attributes:
+        waiting: those without a slot, but for those whose blocks come from elsewhere.
+        running: those with a slot, by id.
+        of_request: all of a request's, by its id and theirs.
+    """
+
+    def __init__(self, order: ServiceOrder, num_slots: int) -> None:
+        self.order = order
+        self.slots = Slots(num_slots)
+        self.waiting = WaitingQueue(order)
+        self.running: dict[int, Sequence] = {}
+        self.of_request: dict[str, dict[int, Sequence]] = {}
+        self._next_id = 0
+
+    def make(self, request: Request, now: int, block_pool: BlockPool) -> list[Sequence]:
+        """The sequences of a new request, which arrives in step `now`; they do not wait yet."""
+        made = self.of_request[request.request_id] = {}
+        for index in range(request.num_sequences):
+            tables, token_ids = block_pool.new_tables(), list(request.prompt_token_ids)
+            made[self._next_id] = Sequence(self._next_id, request, index, token_ids, now, tables)
+            self._next_id += 1
+        return list(made.values())
+
+    def in_service_order(self, group: Iterable[Sequence], now: int) -> list[Sequence]:
+        """Sequences in the order in which step `now` serves them, best first."""
+        return sorted(group, key=lambda sequence: self.order.rank(sequence, now))
+
+    def first(self, number: int, group: Iterable[Sequence], now: int) -> list[Sequence]:
+        """The first of them in this order."""
+        return nsmallest(number, group, key=lambda sequence: self.order.rank(sequence, now))
+
+    def start(self, sequence: Sequence) -> None:
+        """Give a waiting sequence a free slot."""
+        self.waiting.remove(sequence)
+        sequence.slot = self.slots.take()
+        self.running[sequence.sequence_id] = sequence
+
+    def forget(self, sequence: Sequence) -> None:
+        """A sequence of a request has ended."""
+        request_id = sequence.request.request_id
+        del self.of_request[request_id][sequence.sequence_id]
+        if not self.of_request[request_id]:
+            del self.of_request[request_id]
+
+    def siblings_of(self, sequence: Sequence) -> Iterator[Sequence]:
+        """The other running sequences of its request whose blocks it can share."""
+        request = sequence.request
+        if request.num_sequences == 1:
+            return
+        of_request = self.of_request[request.request_id]
+        for other in (of_request if len(of_request) < len(self.running) else self.running).values():
+            is_running = other.slot is not None and other is not sequence
+            if is_running and other.request is request and other.root == sequence.root:
+                yield other
+
+    def of(self, request_id: str) -> list[Sequence]:
+        """A request's unfinished sequences; none if it is unknown."""
+        return list(self.of_request.get(request_id, {}).values())

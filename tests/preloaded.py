@@ -27,7 +27,7 @@ from inflight.engine.process import connection
 from inflight.engine.ranks import local_ranks
 
 PRELOADED = (
-    "inflight.engine.making",
+    "inflight.engine.engine",
     "inflight.engine.process.loop",
     "inflight.engine.ranks.following",
     "inflight.execution.ranks.rank",

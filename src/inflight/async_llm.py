@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
-from itertools import chain, count
+from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -24,19 +24,13 @@ from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
-from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, TokenScore
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, merged
+from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
+from inflight.contracts.pooling import PooledText, Values
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
-from inflight.engine.process.protocol import (
-    Abort,
-    AskStats,
-    Generate,
-    Pool,
-    Pooled,
-    Ready,
-)
+from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.garbage_collection import call_after
@@ -53,7 +47,6 @@ from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
-    from inflight.engine.pooling import PoolingEngine
     from inflight.execution.hf.load import ModelSource
     from inflight.sources import TokenizerSource
 
@@ -126,10 +119,10 @@ class AsyncLLM(AsyncPoolingCalls):
         watching = Watching(record_to=record_to, kv_events=kv_events)
         self.config = config
 
-        def make() -> Engine | PoolingEngine:
-            from inflight.engine.making import make_engine  # with torch, which no caller of an engine's process needs
+        def make() -> Engine:
+            from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
 
-            return make_engine(source, config, loaded)
+            return Engine(source, config, loaded)
 
         if in_process:
             self._client = EngineClient.in_thread(make, watching, restart_delays)
@@ -435,22 +428,35 @@ class AsyncLLM(AsyncPoolingCalls):
         return (await self._session()).ready.model_info
 
     async def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
-        """Run a request to its end. Whoever cancels this aborts it."""
-        if not request.texts:
-            return []
+        """Run a request to its end. Cancelling this aborts it. Of its texts, about as many as two steps take are at the
+        engine at a time, so that those of other callers come in between."""
         await self._session()
-        with self._client.deliver(request.texts[0].token_ids, None, len(request.texts)) as delivery:
-            session, address = delivery.session, delivery.mailbox.address
-            session.send(Pool(address, request.texts))
-            ended: Pooled | None = None
-            try:
-                ended = (await delivery.mailbox.read())[0]
-            finally:
-                if ended is None:
-                    session.send(Abort(address))
-        if ended.error is not None:
-            raise RuntimeError(f"the texts could not be run: {ended.error}")
-        return request.finish([array("f", values) for values in ended.values])
+        num_tokens = sum(len(text.token_ids) for text in request.texts)
+        most = 2 * self.config.max_num_batched_tokens * len(request.texts) // max(1, num_tokens)
+        places = asyncio.Semaphore(max(1, min(most, self.config.max_num_waiting or most)))
+        running = [asyncio.ensure_future(self._values_of(text, places)) for text in request.texts]
+        try:
+            return request.finish(await asyncio.gather(*running))
+        finally:
+            for each in running:
+                each.cancel()
+
+    async def _values_of(self, text: PooledText, places: asyncio.Semaphore) -> Values:
+        """The numbers of one text, once there is a place for it."""
+        async with places:
+            await self._session()
+            with self._client.deliver(text.token_ids, None) as delivery:
+                session, address = delivery.session, delivery.mailbox.address
+                session.send(Generate(address, text.token_ids, DEFAULT_PARAMS, text=text))
+                output: SequenceOutput | None = None
+                try:
+                    output = (await delivery.mailbox.read())[0]
+                finally:
+                    if output is None:
+                        session.send(Abort(address))
+        if output.error is not None:
+            raise RuntimeError(f"the texts could not be run: {output.error}")
+        return array("f", output.values or b"")
 
     @contextmanager
     def _call(self, request_id: str | None) -> Iterator[_Call]:
@@ -519,15 +525,7 @@ def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
     of_index: dict[int, list[SequenceOutput]] = {}
     for each in news:
         of_index.setdefault(each.index, []).append(each)
-    return [
-        replace(
-            parts[-1],
-            new_token_ids=list(chain.from_iterable(part.new_token_ids for part in parts)),
-            scores=_joined([part.scores for part in parts]),
-            prompt_scores=_joined([part.prompt_scores for part in parts]),
-        )
-        for parts in of_index.values()
-    ]
+    return [merged(parts) for parts in of_index.values()]
 
 
 async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[TextDelta]:
@@ -542,8 +540,3 @@ async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[Te
 
 
 _beside = ThreadPoolExecutor(1, "inflight: beside the event loop")
-
-
-def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:
-    given = [each for each in scores if each is not None]
-    return list(chain.from_iterable(given)) if given else None

@@ -11,10 +11,8 @@ from array import array
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
-from functools import partial
 from itertools import count
 from numbers import Integral
-from queue import SimpleQueue
 from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
@@ -28,11 +26,8 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats, sum_of
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.engine import Engine
-from inflight.engine.making import make_engine
-from inflight.engine.pooling import PoolingEngine
 from inflight.engine.process.connection import ThreadConnection
-from inflight.engine.process.protocol import Abort, AskStats, Pool, Ready
-from inflight.engine.process.session import DirectMailbox, Mail
+from inflight.engine.process.protocol import AskStats, Ready
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.hf.source import check_source
 from inflight.garbage_collection import call_after
@@ -89,7 +84,7 @@ class LLM(PoolingCalls):
         loaded = self.tokenizer = load_tokenizer(source, tokenizer, config)
         num_replicas = check_replicas(replicas, config.tensor_parallel_size)
         if num_replicas == config.tensor_parallel_size == 1:
-            self._client = _client_in_thread(lambda: make_engine(source, config, loaded))
+            self._client = _client_in_thread(lambda: Engine(source, config, loaded))
         else:
             otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
             self._client = EngineClient.in_processes(
@@ -109,17 +104,13 @@ class LLM(PoolingCalls):
 
     @property
     def engine(self) -> Engine:
-        """The engine in this process, if the model generates. Another thread runs it: look into it, or step it, while
-        no request runs.
+        """The engine in this process. Another thread runs it: look into it, or step it, while no request runs.
 
-        Raises `RuntimeError` if it runs in other processes, or pools."""
+        Raises `RuntimeError` if it runs in other processes."""
         connection = self._client.start().result().connection
         if not isinstance(connection, ThreadConnection):
             raise RuntimeError("the engine runs in another process, and cannot be looked into")
-        engine = connection.engine
-        if not isinstance(engine, Engine):
-            raise refusal_to_generate(self.model_info)
-        return engine
+        return connection.engine
 
     def stats(self) -> EngineStats:
         """What the engine has done since it was made, and what it holds now; of several, the sum. Waits for the step
@@ -139,8 +130,7 @@ class LLM(PoolingCalls):
         """
         self._check_caller()
         session = self._client.start().result()
-        has_observer = isinstance(session.connection, ThreadConnection) and self.model_info.pooling is None
-        observer = self.engine.observer if has_observer else None
+        observer = self.engine.observer if isinstance(session.connection, ThreadConnection) else None
         for replaced in self._client.replace():
             replaced.result()
         if observer is not None:
@@ -221,7 +211,7 @@ class LLM(PoolingCalls):
             InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index).
         """
         stream = self._open_stream(prompts, sampling_params, priority, adapter)
-        with closing(self._run(stream)) as deltas:  # an interrupt leaves nothing running, wherever it comes
+        with closing(self._run(stream, streams=False)) as deltas:  # an interrupt leaves nothing running
             shown = with_progress(deltas, len(stream.accepted)) if use_tqdm else deltas
             outputs = {delta.prompt_index: delta.output for delta in shown if delta.output is not None}
         return [outputs[index] for index in sorted(outputs)]
@@ -328,10 +318,10 @@ class LLM(PoolingCalls):
         stream.accepted.append(accepted)
         stream.collectors[request_id] = Collector(request_id, text, prompt_token_ids, params, self.tokenizer, index)
 
-    def _run(self, stream: "_Stream") -> Generator[TextDelta, None, None]:
+    def _run(self, stream: "_Stream", *, streams: bool = True) -> Generator[TextDelta, None, None]:
         """Run a call's requests to their ends."""
         self._check_caller()
-        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs)
+        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs, streams=streams)
         try:
             with closing(call.outputs()) as outputs:
                 for request_id, output in outputs:
@@ -344,26 +334,18 @@ class LLM(PoolingCalls):
 
     def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
         """Run a request to its end."""
-        if not request.texts:
-            return []
         self._check_caller()
-        self._client.start().result()
-        mail: SimpleQueue[Mail] = SimpleQueue()
-        make_mailbox = partial(DirectMailbox, take=mail.put)
-        with self._client.deliver(request.texts[0].token_ids, None, len(request.texts), make_mailbox) as delivery:
-            session, address = delivery.session, delivery.mailbox.address
-            session.send(Pool(address, request.texts))
-            ended = None
-            try:
-                ((_, ended),) = mail.get()
-            finally:
-                if ended is None:
-                    session.send(Abort(address))
-        if isinstance(ended, Exception):
-            raise ended
-        if ended.error is not None:
-            raise RuntimeError(f"the texts could not be run: {ended.error}")
-        return request.finish([array("f", values) for values in ended.values])
+        accepted = [self._admission.accept_text(str(next(self._request_ids)), text) for text in request.texts]
+        values: dict[str, array[float]] = {}
+        try:
+            with closing(OfflineCall(self._client, accepted, self.config.max_num_seqs).outputs()) as outputs:
+                for request_id, output in outputs:
+                    if output.error is not None:
+                        raise RuntimeError(f"the texts could not be run: {output.error}")
+                    values[request_id] = array("f", output.values or b"")
+        except RefusedRequestError as refusal:
+            raise (refusal.__cause__ or refusal) from None
+        return request.finish([values[each.request.request_id] for each in accepted])
 
     def _check_caller(self) -> None:
         """Refuse calls that would wait for ever."""
@@ -395,7 +377,7 @@ class _Stream:
         return error if self._is_one else type(error)(f"prompt {index}: {error}")
 
 
-def _client_in_thread(make: Callable[[], Engine | PoolingEngine]) -> EngineClient:
+def _client_in_thread(make: Callable[[], Engine]) -> EngineClient:
     """A client of an engine in this process. The first engine is made here, so that its errors are raised as they are;
     later ones are made in their threads."""
     first = [make()]

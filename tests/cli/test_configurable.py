@@ -115,4 +115,4 @@ def test_a_missing_file_and_an_unknown_variable_are_refused(tmp_path: Path, give
 def test_every_option_can_stand_in_a_file() -> None:
     names = json.loads(json.dumps(sorted(serve._options())))  # type: ignore[attr-defined]
     flags = {param.name for param in serve.params if isinstance(param, click.Option)}
-    assert len(names) == len(flags - {"config", "print_config"})
+    assert len(names) == len(flags - {"config", "print_config", "help_all"})

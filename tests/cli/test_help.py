@@ -8,6 +8,7 @@ import pytest
 from click.testing import CliRunner
 
 from inflight.cli import HEADINGS, app
+from inflight.cli.help import RARE
 from inflight.cli.options import size
 from inflight.contracts.config import EngineConfig
 from tests.command import Command
@@ -23,8 +24,8 @@ def commands() -> Iterator[tuple[str, click.Command]]:
 COMMANDS = dict(commands())
 
 
-def help_of(name: str, width: int = 100) -> str:
-    done = CliRunner().invoke(app, [*name.split(), "--help"], terminal_width=width)
+def help_of(name: str, width: int = 100, flag: str = "--help") -> str:
+    done = CliRunner().invoke(app, [*name.split(), flag], terminal_width=width)
     assert done.exit_code == 0
     return done.output
 
@@ -44,7 +45,7 @@ def test_all_commands_are_listed_with_whole_sentences() -> None:
     "name", [name for name in COMMANDS if "max_num_seqs" in {p.name for p in COMMANDS[name].params}]
 )
 def test_options_of_the_engine_stand_under_headings_and_show_their_defaults(name: str) -> None:
-    text = " ".join(help_of(name).split())
+    text = " ".join(help_of(name, flag="--help-all").split())
     order = [text.index(f"{heading}: ") for heading in ("Options", "Batching", "Cache")]
     assert order == sorted(order)
     if name == "simulate":  # its defaults are those of the recording
@@ -53,6 +54,18 @@ def test_options_of_the_engine_stand_under_headings_and_show_their_defaults(name
     assert re.search(rf"--max-num-seqs INTEGER [^\[]*\[default: {shown}\]", text)
     assert f"[default: {EngineConfig().max_num_batched_tokens}]" in text
     assert re.search(r"--kv-cache-memory SIZE [^\[]*\[default: ", text)
+
+
+def test_what_most_users_do_not_need_is_left_to_another_option() -> None:
+    flags = {param.name: param.opts[-1] for param in COMMANDS["serve"].params if isinstance(param, click.Option)}
+    rare, common = {flags.get(name, "") for name in RARE}, {flag for name, flag in flags.items() if name not in RARE}
+    shown, all_shown = help_of("serve", 80), help_of("serve", 80, "--help-all")
+    assert all(re.search(rf"(^|\s){flag}\b", shown) for flag in common)
+    assert all(re.search(rf"(^|\s){flag}\b", all_shown) for flag in (*common, *rare) if flag)
+    assert not any(re.search(rf"^  {flag}\b", shown, re.MULTILINE) for flag in rare if flag)
+    assert len(common) <= 40
+    assert len(shown.splitlines()) <= 100  # two screens
+    assert {param.name for each in COMMANDS.values() for param in each.params} >= RARE
 
 
 def test_every_option_that_takes_a_value_shows_what_applies_without_it() -> None:

@@ -94,7 +94,7 @@ def write(
     model: PreTrainedModel,
     kind_of: Callable[[str], str],
     tokenizer: PreTrainedTokenizerBase | None = None,
-    extra: Mapping[str, str | float] | None = None,
+    extra: Mapping[str, str | int | float] | None = None,
     more: Mapping[str, torch.Tensor] | None = None,
     tensors_of_part: int = 0,
     ids: Mapping[str, int] | None = None,
@@ -107,7 +107,7 @@ def write(
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     _write_metadata(writer, config)
     for key, value in (extra or {}).items():
-        add = writer.add_string if isinstance(value, str) else writer.add_float32
+        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
         add(f"{architecture}.{key}", value)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, ids or {})

@@ -5,8 +5,12 @@ own way if a mask, a window or a position were.
 """
 
 import json
+from array import array
+from collections.abc import Sequence
+from itertools import count
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from safetensors.torch import save_file
@@ -19,6 +23,11 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerFast,
 )
+
+from inflight.contracts.config import EngineConfig
+from inflight.contracts.params import DEFAULT_PARAMS
+from inflight.contracts.pooling import PooledText, PoolingPlan, Values
+from inflight.engine.engine import Engine
 
 VOCAB_SIZE = 256
 MAX_POSITIONS = 160
@@ -160,3 +169,31 @@ def causal_model(family: str, **changes: Any) -> PreTrainedModel:
 
 def classifier(family: str, num_labels: int, **changes: Any) -> PreTrainedModel:
     return make_model(family, AutoModelForSequenceClassification, num_labels=num_labels, **changes)
+
+
+class TextRunner:
+    """Runs texts on an engine of a model that pools, as a plan says."""
+
+    def __init__(self, model: PreTrainedModel, config: EngineConfig, plan: PoolingPlan) -> None:
+        with mock.patch("inflight.engine.engine.pooling_plan", return_value=plan):
+            self.engine = Engine(model, config)
+        self.info = self.engine.model_info
+        self._numbers = count()
+
+    def submit(self, *texts: PooledText) -> list[str]:
+        """Queue texts; returns the ids of their requests."""
+        names = [str(next(self._numbers)) for _ in texts]
+        for name, text in zip(names, texts, strict=True):
+            self.engine.submit(self.engine.accept(name, [], DEFAULT_PARAMS, text=text))
+        return names
+
+    def run(self, texts: Sequence[PooledText]) -> list[Values]:
+        """The numbers of texts that are queued together."""
+        names, values = self.submit(*texts), {}
+        while self.engine.has_unfinished_requests:
+            for output in self.engine.step():
+                assert output.error is None
+                assert output.finish_reason == "stop"
+                assert output.values is not None
+                values[output.request_id] = array("f", output.values)
+        return [values[name] for name in names]

@@ -11,10 +11,17 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.pooling import PoolingRunner, body_proof
-from inflight.execution.pooling.body_proof import BodyProof
-from inflight.execution.pooling.row import Counting
-from tests.pooling.checkpoints import CLASSIFIERS, FAMILIES, MAX_POSITIONS, classifier, draw_ids, make_model
+from inflight.execution.executors.counting import FROM_ZERO
+from inflight.execution.preparation import packed_way, whole_texts
+from tests.pooling.checkpoints import (
+    CLASSIFIERS,
+    FAMILIES,
+    MAX_POSITIONS,
+    TextRunner,
+    classifier,
+    draw_ids,
+    make_model,
+)
 
 LENGTHS = (1, 30, 2, 150, 7, 64, 1, 17, 100)
 TOLERANCE, BFLOAT16_TOLERANCE = 1e-5, 5e-2
@@ -43,7 +50,7 @@ def relative_error(actual: object, expected: torch.Tensor) -> float:
 
 
 def assert_plain(
-    runner: PoolingRunner,
+    runner: TextRunner,
     texts: list[PooledText],
     plain: Callable[[list[int]], torch.Tensor],
     tolerance: float = TOLERANCE,
@@ -60,7 +67,7 @@ def assert_plain(
 @pytest.mark.parametrize("family", FAMILIES)
 def test_embeddings_are_those_of_plain_transformers(family: str) -> None:
     model = make_model(family)
-    runner = PoolingRunner(model, EngineConfig(), STATES)
+    runner = TextRunner(model, EngineConfig(), STATES)
     assert runner.info.is_batch_invariant
     assert runner.info.is_recorded == (family != "gpt2")  # which asks for values of tensors
     assert_plain(runner, texts_of(*LENGTHS), lambda ids: embedding_of(model, ids))
@@ -69,7 +76,7 @@ def test_embeddings_are_those_of_plain_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_text_may_be_as_long_as_the_model_allows(family: str) -> None:
     model = make_model(family)
-    runner = PoolingRunner(model, EngineConfig(max_num_batched_tokens=32), STATES)
+    runner = TextRunner(model, EngineConfig(max_num_batched_tokens=32), STATES)
     longest = runner.info.max_model_len
     assert longest == MAX_POSITIONS - (2 if "roberta" in family else 0)
     (text,) = texts_of(longest)
@@ -84,14 +91,14 @@ def test_the_padding_token_in_a_text_is_what_it_is_to_the_plain_model(family: st
     texts = texts_of(20, 9, 30)
     texts[1].token_ids[4] = padding
     texts[2].token_ids[0] = texts[2].token_ids[-1] = padding
-    runner = PoolingRunner(model, EngineConfig(), STATES)
+    runner = TextRunner(model, EngineConfig(), STATES)
     assert_plain(runner, texts, lambda ids: embedding_of(model, ids))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
-    runner = PoolingRunner(model, EngineConfig(), STATES)
+    runner = TextRunner(model, EngineConfig(), STATES)
     assert runner.info.dtype == "bfloat16"
     assert runner.info.proved_on == "a float32 twin"
     assert_plain(runner, texts_of(1, 30, 90), lambda ids: embedding_of(model, ids), BFLOAT16_TOLERANCE)
@@ -101,7 +108,7 @@ def test_bfloat16(family: str) -> None:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_other_backends_give_the_same(family: str, backend: str) -> None:
     model = make_model(family)
-    runner = PoolingRunner(model, EngineConfig(attention_backend=backend), STATES)
+    runner = TextRunner(model, EngineConfig(attention_backend=backend), STATES)
     texts = texts_of(*LENGTHS)
     for text, own in zip(texts, runner.run(texts), strict=True):
         assert relative_error(own, embedding_of(model, text.token_ids)) < TOLERANCE
@@ -110,13 +117,13 @@ def test_other_backends_give_the_same(family: str, backend: str) -> None:
 @pytest.mark.parametrize("family", CLASSIFIERS)
 def test_classifiers_are_those_of_plain_transformers(family: str) -> None:
     model = classifier(family, 3)
-    runner = PoolingRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b", "c")))
+    runner = TextRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b", "c")))
     assert_plain(runner, texts_of(*LENGTHS), lambda ids: logits_of(model, ids))
 
 
 def test_tokens_of_a_second_text_have_another_type() -> None:
     model = classifier("bert", 3)  # one logit alone may be small by chance, and its relative error large
-    runner = PoolingRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b", "c")))
+    runner = TextRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b", "c")))
     ids = draw_ids(12)[0]
     types = [0] * 5 + [1] * 7
     single, pair = runner.run([PooledText(ids), PooledText(ids, types)])
@@ -128,26 +135,26 @@ def test_tokens_of_a_second_text_have_another_type() -> None:
 # ----------------------------------------------------------------------- what is wrong is refused at load
 
 
-def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dtype: torch.dtype) -> PoolingRunner:
+def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dtype: torch.dtype) -> TextRunner:
     """Load a model whose attention calls are taken for others."""
-    found = body_proof.find_attention_calls
+    found = packed_way.find_attention_calls
 
     def find(model: PreTrainedModel, length: int) -> tuple[tuple[AttentionSpec, ...], object]:
         specs, modules = found(model, length)
         return tuple(map(change, specs)), modules
 
-    with mock.patch.object(body_proof, "find_attention_calls", find):
-        return PoolingRunner(make_model(family).to(dtype), EngineConfig(), STATES)
+    with mock.patch.object(packed_way, "find_attention_calls", find):
+        return TextRunner(make_model(family).to(dtype), EngineConfig(), STATES)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_direction_is_refused(family: str) -> None:
-    right = BodyProof._is_causal
+    right = whole_texts.is_causal
     with (
-        mock.patch.object(BodyProof, "_is_causal", lambda proof: not right(proof)),
+        mock.patch.object(whole_texts, "is_causal", lambda plain: not right(plain)),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
-        PoolingRunner(make_model(family), EngineConfig(), STATES)
+        TextRunner(make_model(family), EngineConfig(), STATES)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -167,10 +174,10 @@ def test_a_window_that_is_off_by_one_is_refused(family: str, by: int, dtype: tor
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
 def test_positions_counted_from_zero_are_refused(family: str) -> None:
     with (
-        mock.patch.object(BodyProof, "_counting", return_value=Counting()),
+        mock.patch.object(whole_texts, "counting_of", return_value=FROM_ZERO),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
-        PoolingRunner(make_model(family), EngineConfig(), STATES)
+        TextRunner(make_model(family), EngineConfig(), STATES)
 
 
 def test_a_model_with_position_biases_is_refused() -> None:
@@ -178,11 +185,11 @@ def test_a_model_with_position_biases_is_refused() -> None:
 
     model = MPNetModel(MPNetConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2))
     with pytest.raises(ModelError, match=r"cannot run as a packed row|takes no position_ids|does its attention itself"):
-        PoolingRunner(model.eval(), EngineConfig(), STATES)
+        TextRunner(model.eval(), EngineConfig(), STATES)
 
 
 def test_the_callers_model_stays_as_it_is() -> None:
     model = classifier("bert", 2)
     before = logits_of(model, draw_ids(9)[0])
-    PoolingRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b")))
+    TextRunner(model, EngineConfig(), PoolingPlan("classify", labels=("a", "b")))
     assert torch.equal(logits_of(model, draw_ids(9)[0]), before)

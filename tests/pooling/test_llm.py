@@ -274,7 +274,7 @@ def test_a_model_that_generates_does_not_pool(llm: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int8"}, "quantization is 'int8'; that is for models that generate"),
+        ({"tensor_parallel_size": 2}, "tensor_parallel_size is 2; that is for models that generate"),
         ({"executor": "rows"}, "executor is 'rows'; a model that pools runs packed"),
         ({"max_model_len": 500}, "max_model_len is 500; this model accepts at most 160"),
         ({"task": "classify"}, "task is 'classify', but the checkpoint's architecture is BertModel"),
@@ -334,7 +334,7 @@ def test_weights_are_loaded_anew(tmp_path: Path) -> None:
     llm.embed(ids)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight.mul_(1.5)
-    with pytest.raises(InvalidRequestError, match="have changed since it was loaded"):
+    with pytest.raises(InvalidRequestError, match="have been changed since it was loaded"):
         llm.embed(ids)
     llm.reload_weights()
     assert_close(llm.embed(ids)[0].embedding, states_of(model, ids).mean(0))

@@ -1,15 +1,15 @@
-"""What several texts of a step begin with is computed once, where a token depends on those before it alone and only the
-last one's states are wanted; and the numbers have the same bits."""
+"""What texts begin with is computed once, in their step or in an earlier one, where a token depends on those before it
+alone and only the last one's states are wanted; and the numbers have the same bits."""
+
+from pathlib import Path
 
 import pytest
 import torch
 
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
-from inflight.engine.pooling import PoolingEngine
-from inflight.execution.pooling import PoolingRunner
-from inflight.execution.pooling.step_prefixes import Place, StepPrefixes
-from tests.pooling.checkpoints import classifier, draw_ids, make_model
+from tests.pooling.checkpoints import TextRunner, classifier, draw_ids, make_model
 from tests.pooling.test_exactness import assert_plain, logits_of
 
 BLOCK = 4
@@ -28,8 +28,7 @@ def texts_with_prefixes() -> list[PooledText]:
 @pytest.mark.parametrize("family", ["qwen3", "llama", "gpt2"])
 def test_last_tokens_are_those_of_plain_transformers(family: str) -> None:
     model = make_model(family)
-    runner = PoolingRunner(model, EngineConfig(block_size=BLOCK), LAST)
-    assert runner.shares_prefixes
+    runner = TextRunner(model, EngineConfig(block_size=BLOCK), LAST)
     assert runner.info.can_share_prefixes
 
     def plain(ids: list[int]) -> torch.Tensor:
@@ -42,8 +41,8 @@ def test_last_tokens_are_those_of_plain_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", ["qwen3", "llama"])
 def test_so_are_labels_from_the_last_token(family: str) -> None:
     model = classifier(family, 3)
-    runner = PoolingRunner(model, EngineConfig(block_size=BLOCK), PoolingPlan("classify"))
-    assert runner.shares_prefixes
+    runner = TextRunner(model, EngineConfig(block_size=BLOCK), PoolingPlan("classify"))
+    assert runner.info.can_share_prefixes
     padded = [PooledText([*COMMON, 0]), PooledText([*COMMON[:20], 0, 0])]  # the head looks for what is no padding
     assert_plain(runner, [*texts_with_prefixes(), *padded], lambda ids: logits_of(model, ids))
 
@@ -58,33 +57,47 @@ def test_so_are_labels_from_the_last_token(family: str) -> None:
     ],
 )
 def test_nothing_is_shared_where_all_tokens_count(family: str, plan: PoolingPlan) -> None:
-    runner = PoolingRunner(make_model(family), EngineConfig(block_size=BLOCK), plan)
-    assert not runner.shares_prefixes
-    assert [runner.prefixes().place(PooledText(COMMON)).start for _ in range(2)] == [0, 0]
+    runner = TextRunner(make_model(family), EngineConfig(block_size=BLOCK), plan)
+    assert not runner.info.can_share_prefixes
+    runner.run([PooledText(COMMON)] * 2)
+    assert runner.engine.stats().num_cached_tokens == 0
 
 
 def test_the_budget_of_a_step_counts_what_is_computed() -> None:
-    engine = PoolingEngine(make_model("qwen3"), EngineConfig(max_num_batched_tokens=64, block_size=BLOCK), LAST)
+    runner = TextRunner(make_model("qwen3"), EngineConfig(max_num_batched_tokens=64, block_size=BLOCK), LAST)
     texts = [PooledText([*COMMON, number, number + 1]) for number in range(9)]
-    engine.submit("a", texts)
-    num_steps = 0
-    while engine.has_unfinished_requests:
-        engine.step()
-        num_steps += 1
-    stats = engine.stats()
+    runner.run(texts)
+    stats = runner.engine.stats()
     shared = len(COMMON) // BLOCK * BLOCK
-    own = len(texts[0].token_ids) - shared
-    in_step = 1 + (64 - len(texts[0].token_ids)) // own  # the first text of a step computes all of it
-    assert num_steps == -(-len(texts) // in_step)
-    assert stats.num_cached_tokens == (len(texts) - num_steps) * shared
+    assert stats.num_steps == 2  # 52 tokens of the first and 4 of three others; 4 of the rest
+    assert stats.num_cached_tokens == (len(texts) - 1) * shared
     assert stats.num_step_tokens + stats.num_cached_tokens == sum(len(text.token_ids) for text in texts)
 
 
-def test_a_text_computes_its_last_token() -> None:
-    prefixes = StepPrefixes(2, are_shared=True, padding=9)
-    assert prefixes.place(PooledText([1, 2, 3, 4])) == Place(0, [0, 1])
-    assert prefixes.place(PooledText([1, 2, 3, 4])) == Place(2, [0, 2])
-    assert prefixes.place(PooledText([1, 2, 3, 4, 5])) == Place(4, [0, 1, 3])
-    assert prefixes.place(PooledText([3, 4, 5])) == Place(0, [4, 5])  # the same tokens after others
-    assert prefixes.place(PooledText([1, 2, 9])) == Place(0, [6, 7])
-    assert prefixes.place(PooledText([1, 2, 3], [0, 0, 1])) == Place(0, [8, 9])
+def test_a_long_text_runs_in_chunks_beside_others() -> None:
+    """With the bits that it has in one step."""
+    model, texts = make_model("qwen3"), [PooledText(ids) for ids in draw_ids(150, 3, 40)]
+    whole = TextRunner(model, EngineConfig(block_size=BLOCK), LAST).run(texts)
+    chunked = TextRunner(model, EngineConfig(max_num_batched_tokens=32, block_size=BLOCK), LAST)
+    assert chunked.run(texts) == whole
+    assert chunked.engine.stats().num_steps == -(-193 // 32)
+
+
+def test_a_text_that_is_pooled_whole_takes_nothing_from_the_cache() -> None:
+    """Its last token is padding, and the head looks for another one."""
+    runner = TextRunner(classifier("qwen3", 3), EngineConfig(block_size=BLOCK), PoolingPlan("classify"))
+    text = PooledText([*COMMON, 0])
+    assert runner.run([text]) == runner.run([text])
+    assert runner.engine.stats().num_cached_tokens == 0
+
+
+def test_a_prefix_on_disk_serves_another_engine(tmp_path: Path) -> None:
+    model, text = make_model("qwen3"), PooledText(COMMON)
+    config = EngineConfig(block_size=BLOCK, prefix_cache_dir=str(tmp_path))
+    first = TextRunner(model, config, LAST)
+    values = first.run([text])
+    first.engine.save_prefixes(60)
+    second = TextRunner(model, config, LAST)
+    assert second.run([text]) == values
+    with pytest.raises(ModelError, match="this one's texts run whole"):
+        TextRunner(make_model("bert"), config, LAST)

@@ -19,7 +19,9 @@ from schemathesis import GenerationMode
 
 from inflight import LLM, AsyncLLM
 from inflight.batches.batch import Batch
-from inflight.execution.pooling import PoolingRunner
+from inflight.contracts.plan import StepPlan
+from inflight.execution.model_runner import ModelRunner
+from inflight.execution.pooling.text_pooler import TextPooler
 from inflight.server.app import create_app
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.serving.settings import ServerSettings
@@ -269,12 +271,12 @@ class _Held:
 
     def __init__(self) -> None:
         self.has_begun, self.may_run = threading.Event(), threading.Event()
-        self._run = PoolingRunner.run
+        self._run = ModelRunner.run
 
-    def run(self, runner: PoolingRunner, texts: Any) -> Any:
+    def run(self, runner: ModelRunner, plan: StepPlan, masks: Any) -> Any:
         self.has_begun.set()
         assert self.may_run.wait(60)
-        return self._run(runner, texts)
+        return self._run(runner, plan, masks)
 
 
 @pytest.fixture
@@ -283,7 +285,7 @@ def held(bert: str) -> Iterator[tuple[RunningServer, _Held]]:
     with RunningServer(AsyncLLM(bert, in_process=True), model_name="bert") as server:
         post(server, "/v1/embeddings", input="w9")
         server.observer.take_reasons()
-        with mock.patch.object(PoolingRunner, "run", lambda runner, texts: held.run(runner, texts)):
+        with mock.patch.object(ModelRunner, "run", lambda *call: held.run(*call)):
             yield server, held
             held.may_run.set()
         server.check_idle()
@@ -321,7 +323,7 @@ def test_a_draining_server_aborts_requests(held: tuple[RunningServer, _Held]) ->
 def test_a_step_that_fails_is_a_500(bert: str) -> None:
     with RunningServer(AsyncLLM(bert, in_process=True), model_name="bert") as server:
         post(server, "/v1/embeddings", input="w9")
-        with mock.patch.object(PoolingRunner, "run", side_effect=ValueError("broken")):
+        with mock.patch.object(TextPooler, "pool", side_effect=ValueError("broken")):
             assert "broken" in error_of(server, "/v1/embeddings", 500, input="w9")["message"]
         post(server, "/v1/embeddings", input="w9")
 

@@ -19,7 +19,7 @@ from click.core import ParameterSource
 from inflight.cli.help import Command, Option
 
 HEADING = "Options from elsewhere"
-NOT_IN_FILES = {"config", "print_config"}
+NOT_IN_FILES = {"config", "print_config", "help_all"}
 
 
 class ConfigurableCommand(Command):

@@ -9,8 +9,25 @@ import click
 
 from inflight.contracts.foreign_names import hint
 
+SHOWS_ALL = "inflight.shows_all"
 OWN = "Options"
 """The heading of the options that a command does not share with others."""
+
+RARE = frozenset(
+    {
+        # of a server
+        *("max_n", "max_num_sequences", "max_logprobs", "step_timeout", "keep_alive_interval", "max_stall", "strict"),
+        *("trust_request_chat_template", "max_file_size", "record_size", "record_files", "kv_events_config", "ui"),
+        *("max_body_size", "max_requests", "timeout_keep_alive", "grace_period", "log_text", "traces_endpoint"),
+        *("allow_adapter_loading", "adapter_memory", "routing", "max_loaded_memory", "cors_origins", "print_config"),
+        # of an engine
+        *("load_format", "quantization_group_size", "quantization_minima", "quantization_arithmetic"),
+        *("record_forward", "executor", "attention_backend", "max_prefill_tokens_per_step", "policy", "aging_steps"),
+        *("background_tokens_per_step", "max_guessed_tokens", "max_num_waiting", "enable_prefix_caching"),
+        *("block_size", "num_blocks", "prefix_cache_size", "device"),
+    }
+)
+"""Parameters that `--help` leaves to `--help-all`: most users need none of them."""
 
 
 class Option(click.Option):
@@ -31,6 +48,17 @@ class Command(click.Command):
     def __init__(self, *args: Any, settings: tuple[type[Any], ...] = (), **attributes: Any) -> None:
         super().__init__(*args, **attributes)
         self._defaults = {field.name: field.default for owner in settings for field in fields(owner)}
+        if any(param.name in RARE for param in self.params):
+            self.params.append(
+                Option(
+                    ["--help-all"],
+                    is_flag=True,
+                    is_eager=True,
+                    expose_value=False,
+                    callback=_show_all,
+                    help="Show all options and exit.",
+                )
+            )
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         try:
@@ -44,6 +72,8 @@ class Command(click.Command):
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         records: dict[str, list[tuple[str, str]]] = {OWN: []}
         for option in self.get_params(ctx):
+            if option.name in RARE and not ctx.meta.get(SHOWS_ALL):
+                continue
             if isinstance(option, click.Option) and (record := option.get_help_record(ctx)) is not None:
                 default = self._defaults.get(option.name or "", "")
                 shown = "" if default in ("", False, ()) else f"  [default: {'none' if default is None else default}]"
@@ -77,6 +107,13 @@ class Group(click.Group):
 
     def get_short_help_str(self, limit: int = 0) -> str:
         return first_sentence(self.help or "")
+
+
+def _show_all(ctx: click.Context, _: click.Parameter, given: bool) -> None:
+    if given and not ctx.resilient_parsing:
+        ctx.meta[SHOWS_ALL] = True
+        click.echo(ctx.get_help(), color=ctx.color)
+        ctx.exit()
 
 
 def _flag(name: str) -> str:

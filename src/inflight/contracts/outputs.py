@@ -1,6 +1,8 @@
 """What callers get back, under vLLM's names. Plain data."""
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
 from inflight.contracts.pooling import Values
@@ -159,6 +161,7 @@ class SequenceOutput:
         scores: of the new tokens, if the request asks for `logprobs`.
         prompt_scores: of the prompt's tokens from the second on, if it asks for `prompt_logprobs`: once, with the first
             new tokens of sequence 0.
+        values: of a text that is pooled, once it has run: its numbers, 32-bit floats in the machine's order.
     """
 
     request_id: str
@@ -174,6 +177,24 @@ class SequenceOutput:
     num_accepted_tokens: int = 0
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None
+    values: bytes | None = None
+
+
+def merged(outputs: Sequence[SequenceOutput]) -> SequenceOutput:
+    """The outputs of several steps for one sequence, as if one step had given them."""
+    if len(outputs) == 1:
+        return outputs[0]
+    return replace(
+        outputs[-1],
+        new_token_ids=list(chain.from_iterable(each.new_token_ids for each in outputs)),
+        scores=_joined([each.scores for each in outputs]),
+        prompt_scores=_joined([each.prompt_scores for each in outputs]),
+    )
+
+
+def _joined(scores: list[list[TokenScore] | None]) -> list[TokenScore] | None:
+    given = [each for each in scores if each is not None]
+    return list(chain.from_iterable(given)) if given else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.pooling import PooledText, Values
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
@@ -35,6 +36,7 @@ class SlotAssignment:
         stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
         bad_words: texts that its output never contains.
         adapter: the digest of the adapter that its rows have; None: they have none.
+        text: what is pooled; None: tokens are chosen.
     """
 
     slot: int
@@ -47,6 +49,7 @@ class SlotAssignment:
     stop_token_ids: frozenset[int] = frozenset()
     bad_words: BadWords = field(default_factory=dict)
     adapter: str | None = None
+    text: PooledText | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,8 @@ class Span:
         start: how many tokens of the sequence are computed already; the position of the span's first token.
         token_ids: the span's tokens.
         num_logit_rows: how many of the span's last tokens need logits: 0 for a chunk that ends before the sequence's
-            last token, 1 for most spans, more for prompt logprobs and after guesses.
+            last token, 1 for most spans, more for prompt logprobs and after guesses; all of a text that is pooled
+            whole.
         sequence_length: how many tokens the sequence has by now, including those after the span (some models'
             position embeddings depend on it), and guessed ones.
         scored_ids: the tokens that follow the first of these last tokens, if the request asks for their
@@ -130,12 +134,14 @@ class SpanTokens(NamedTuple):
         is_finite: whether the span's logits allowed a choice: no NaN, and a finite largest logit.
         scores: of the chosen tokens, if the request asks for `logprobs`.
         prompt_scores: of the span's `scored_ids`.
+        values: the numbers of a text that is pooled, once its last token has run.
     """
 
     token_ids: list[int]
     is_finite: bool = True
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] = ()
+    values: "Values | None" = None
 
 
 StepTokens: TypeAlias = list[SpanTokens]

@@ -30,6 +30,9 @@ class PoolingPlan:
             classification head instead.
         similarity: of embeddings: "cosine" or "dot".
         num_values: how many numbers a text gets; 0: not known before the model is loaded.
+        reads_last_token: whether these numbers depend on the last token's hidden state alone, in a causal model: then
+            a text runs in chunks, and goes on from a cached prefix. Known once the model is loaded.
+        padding_id: the padding token, which a classification head does not take for a text's last; None: there is none.
     """
 
     task: PoolingTask
@@ -45,6 +48,12 @@ class PoolingPlan:
     answers: tuple[int, int] | None = None
     similarity: str = "cosine"
     num_values: int = 0
+    reads_last_token: bool = False
+    padding_id: int | None = None
+
+    def runs_whole(self, text: "PooledText") -> bool:
+        """Whether all tokens of a text must run in one step."""
+        return not self.reads_last_token or text.token_types is not None or text.token_ids[-1] == self.padding_id
 
 
 @dataclass(frozen=True, slots=True)

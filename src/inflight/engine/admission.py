@@ -21,6 +21,8 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.options import is_text
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import BadWords
+from inflight.contracts.pooling import PooledText
+from inflight.pooling.requests import refusal_to_generate
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
 
@@ -29,6 +31,8 @@ if TYPE_CHECKING:
     from inflight.grammar.matcher import GrammarMatcher
 
 MAX_PRIORITY = BACKGROUND
+POOLS = SamplingParams(temperature=0, max_tokens=1)
+"""Of a text that is pooled, for which no token is chosen."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,11 +99,17 @@ class Admission:
         cache_salt: str | None = None,
         adapter_source: str | None = None,
         deadline: float | None = None,
+        text: PooledText | None = None,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `Engine.compile` does.
 
         Raises `InvalidRequestError`.
         """
+        info = self._model_info
+        if text is not None:
+            return self.accept_text(request_id, text, deadline)
+        if info.pooling is not None:
+            raise refusal_to_generate(info)
         if adapter_source is not None and not self._takes_adapters:
             raise AdapterError(NO_ADAPTERS)
         if params.stop_strings and self._tokenizer is None:
@@ -108,13 +118,15 @@ class Admission:
             raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
         if isinstance(params.prediction, str) and self._tokenizer is None:
             raise InvalidRequestError("prediction is text, but this model has no tokenizer")
-        request = make_request(
-            request_id, prompt_token_ids, params, self._model_info, priority=priority, cache_salt=cache_salt
-        )
+        request = make_request(request_id, prompt_token_ids, params, info, priority=priority, cache_salt=cache_salt)
         drawn = self._seeds.next()
         seed = drawn if params.seed is None else params.seed
         is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
+
+    def accept_text(self, request_id: str, text: PooledText, deadline: float | None = None) -> AcceptedRequest:
+        """Check a request for a text's numbers. Raises `InvalidRequestError`."""
+        return AcceptedRequest(pooling_request(request_id, text, self._model_info), deadline)
 
     def predicted_ids(self, params: SamplingParams) -> list[int]:
         """The tokens of a prediction, if there is one: as many as the model could say. Any thread may call it."""
@@ -182,6 +194,19 @@ def make_request(
         cache_salt=cache_salt,
         scores_prompt=params.prompt_logprobs is not None,
         params=params,
+    )
+
+
+def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:
+    """A request for a text's numbers that the scheduler can run to its end. Raises `InvalidRequestError`."""
+    if info.pooling is None:
+        raise InvalidRequestError(f"{info.model_class} generates text; it pools nothing")
+    token_ids = _token_ids("the text", text.token_ids, info.vocab_size)
+    longest = min(info.max_model_len, info.max_cached_len)
+    if not 0 < len(token_ids) <= longest:
+        raise InvalidRequestError(f"a text has {len(token_ids)} tokens, not 1 to {longest}")
+    return Request(
+        request_id, token_ids, len(token_ids) + 1, text=text, runs_whole=info.pooling.runs_whole(text), params=POOLS
     )
 
 

@@ -39,6 +39,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.pooling import PooledText
 from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, StepRecord
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.deadlines import Deadlines
@@ -52,6 +53,7 @@ from inflight.execution.adapters import AdapterCheckpoint, Adapters
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
+from inflight.pooling.checkpoint import pooling_plan
 from inflight.scheduling.scheduler import Scheduler
 from inflight.text.tokenizer import CONFIGURATION, Tokenizer
 
@@ -82,11 +84,14 @@ class Engine:
     """
 
     def __init__(self, model: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
+        pooling = pooling_plan(model, config, tokenizer)
+        if pooling is not None:  # nothing is kept by slot of a text, so that a slot costs nothing
+            config = replace(config, max_num_seqs=config.max_num_batched_tokens)
         self.config = config
         self.tokenizer = tokenizer
         check_draft(config)
         _each_adapter(config, AdapterCheckpoint.read)  # what is wrong with one is said before anything that takes long
-        self.runner = make_runner(model, config)
+        self.runner = make_runner(model, config, pooling)
         _each_adapter(config, lambda source: self.adapters.get(source))
         self._watched: WatchedWeights | None = None
         if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
@@ -139,6 +144,8 @@ class Engine:
 
     def _describe(self) -> ModelInfo:
         """What was found out about the model and its tokenizer."""
+        if self.runner.info.pooling is not None:
+            return replace(self.runner.info, speculation="off")
         info = replace(self.runner.info, speculation=describe_speculation(self.config, self.runner.info))
         if info.speculation.startswith("off:") and (self.config.draft_model or self.config.speculation != "auto"):
             logger.warning("speculation is %s", info.speculation)
@@ -166,6 +173,7 @@ class Engine:
         cache_salt: str | None = None,
         adapter_source: str | None = None,
         deadline: float | None = None,
+        text: PooledText | None = None,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `compile` does; nothing is queued.
 
@@ -174,6 +182,7 @@ class Engine:
             cache_salt: only requests of the same salt share cached prefixes.
             adapter_source: the folder or hub repository of its adapter; None: it has none.
             deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
+            text: what to pool, with the prompt's tokens; None: it generates.
 
         Raises:
             InvalidRequestError: something about it is wrong.
@@ -192,6 +201,7 @@ class Engine:
             cache_salt=cache_salt,
             adapter_source=adapter_source,
             deadline=deadline,
+            text=text,
         )
         if adapter_source is None:
             return accepted
@@ -373,12 +383,11 @@ class Engine:
             failed = self.scheduler.fail(plan)
             self._reporter.add(News(sequence, [], error=repr(given)) for sequence in failed)
             return
-        scores = {}
+        of_sequence = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if span_tokens.prompt_scores:
                 self._reporter.see_prompt_scores(span, span_tokens.prompt_scores)
-            if span_tokens.scores:
-                scores[span.sequence_id] = span_tokens.scores
+            of_sequence[span.sequence_id] = span_tokens
         progress = self.scheduler.commit(plan, [span_tokens.token_ids for span_tokens in given])
         errors = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
@@ -387,8 +396,8 @@ class Engine:
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
                 errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
         for step in progress:  # one that fails after accepted guesses has both tokens and an error
-            step_scores = scores.get(step.sequence.sequence_id, ())
-            self._reporter.add([News(step.sequence, step.new_token_ids, step_scores, errors.pop(step.sequence, None))])
+            own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
+            self._reporter.add([News(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
         self._reporter.add(News(sequence, [], error=error) for sequence, error in errors.items())
 
     def _output_of(self, sequence_id: int) -> list[int]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 from inflight.contracts.outputs import SequenceOutput, TokenScore
 from inflight.contracts.plan import SlotAssignment, Span
+from inflight.contracts.pooling import Values
 from inflight.engine.admission import AcceptedRequest
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Sequence
@@ -41,12 +42,14 @@ class News:
 
     Attributes:
         scores: of the tokens that were chosen, of which the sequence may have taken only the first.
+        values: the numbers of a text that was pooled.
     """
 
     sequence: Sequence
     new_token_ids: list[int]
     scores: SequenceOf[TokenScore] = ()
     error: str | None = None
+    values: "Values | None" = None
 
 
 class Reporter:
@@ -139,7 +142,7 @@ class Reporter:
                 new_token_ids = new_token_ids[: num_kept - num_before]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]
-        output = _output(sequence, new_token_ids, live, stop_reason, error)
+        output = _output(sequence, new_token_ids, live, stop_reason, error, news.values)
         scores = news.scores[: len(new_token_ids)]
         if not scores and not live.prompt_scores:
             return output
@@ -161,6 +164,7 @@ def _output(
     live: LiveRequest,
     stop_reason: int | str | None = None,
     error: str | None = None,
+    values: "Values | None" = None,
 ) -> SequenceOutput:
     if sequence.finish_reason == "stop" and stop_reason is None:
         last = sequence.token_ids[-1]
@@ -177,4 +181,5 @@ def _output(
         num_cached_tokens=sequence.num_cached_tokens,
         num_guessed_tokens=sequence.num_guessed_tokens,
         num_accepted_tokens=sequence.num_accepted_tokens,
+        values=None if values is None else values.tobytes(),
     )

@@ -15,6 +15,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
+from inflight.contracts.pooling import PoolingPlan
 from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
@@ -36,6 +37,7 @@ class ModelRunner:
 
     Args:
         rank: which part of the model it runs, beside the runners of the other ranks; None: all of it.
+        pooling: how the model pools; None: it generates.
 
     Attributes:
         adapters: those that sequences may have; None: `config` has none.
@@ -44,22 +46,29 @@ class ModelRunner:
         ModelError: the model cannot be loaded, or no executor runs it exactly.
     """
 
-    def __init__(self, source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> None:
+    def __init__(
+        self,
+        source: ModelSource,
+        config: EngineConfig,
+        rank: Rank | None = None,
+        pooling: PoolingPlan | None = None,
+    ) -> None:
         self.config = config
         self.threads = ComputeThreads(config.num_threads)
-        prepared = prepare(source, config, rank)
+        prepared = prepare(source, config, rank, pooling)
         self.model, self.executor = prepared.model, prepared.executor
         self._weights_digest = prepared.weights_digest
         self.adapters = prepared.adapters
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
+        self._pooler = prepared.pooler
         self.sampler = Sampler(config.max_num_seqs, self.device)
         self.scorer = Scorer(config.max_num_seqs)
 
     @property
     def generation_config(self) -> GenerationConfig:
         """The checkpoint's own defaults."""
-        return self.model.generation_config or GenerationConfig()
+        return getattr(self.model, "generation_config", None) or GenerationConfig()
 
     @property
     def cache_layout(self) -> CacheLayout:
@@ -73,6 +82,9 @@ class ModelRunner:
             masks: gives the masks of rows that may not choose freely. Called after the forward pass, so that they can
                 be computed meanwhile.
         """
+        if self._pooler is not None:
+            computed = self.compute(plan)
+            return [] if computed is None else self._pooler.pool(*computed)
         if plan.released_slots:
             self.sampler.release(plan.released_slots)
             if self.scorer.is_needed:
@@ -95,12 +107,16 @@ class ModelRunner:
             self.executor.release(plan.released_slots)
         if self.adapters is not None:
             self.adapters.take(plan)
+        if self._pooler is not None:
+            self._pooler.take(plan)
         if not plan.spans:
             return None
         if self.device.type == "cpu":
             are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
             self.threads.prepare(are_own=are_own)
         batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
+        if self._pooler is not None:
+            batch = self._pooler.with_types(batch)
         return batch, self.executor.forward(batch)
 
     def make_cache_anew(self, num_blocks: int) -> None:
@@ -139,6 +155,8 @@ class ModelRunner:
                 f"prefix_cache_dir needs a model that runs packed on a CPU; this one runs as {self.executor.name} on "
                 f"{self.device.type}"
             )
+        if not self.info.can_share_prefixes:
+            raise ModelError("prefix_cache_dir needs a model that shares prefixes; this one's texts run whole")
         return fingerprint(self.model, self.executor, self.config, self.info.num_blocks, self._weights_digest)
 
     def rows_of_block(self, block: int) -> list[memoryview]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import NORMALIZE, PoolingPlan, PoolingTask
 from inflight.execution.hf.source import read_config
 from inflight.gguf.find import find_gguf
+from inflight.gguf.header import GgufHeader
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -32,6 +34,8 @@ LEGACY_MODES = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
+GGUF_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
+"""What the numbers of `pooling_type` mean, in llama.cpp."""
 LIMIT_OF_TOKENIZERS = 2**20
 """A tokenizer that names a longer text than this names no limit."""
 
@@ -49,15 +53,33 @@ def pooling_plan(
         return None
     if not isinstance(source, str | os.PathLike):
         return _plan_of(type(source).__name__, source.config, None, config, tokenizer)
-    if find_gguf(source, config.revision) is not None:
-        if config.task != "auto":
-            raise ModelError(f"task is {config.task!r}; a GGUF file can only generate here")
-        return None
-    files = _Files(os.fspath(source), config.revision)
-    modules = files.read("modules.json")
     model_config = read_config(source, config)
     names = getattr(model_config, "architectures", None) or [""]
+    if (gguf := find_gguf(source, config.revision)) is not None:
+        return _plan_of_gguf(GgufHeader.read(gguf), names[0], model_config, config, tokenizer)
+    files = _Files(os.fspath(source), config.revision)
+    modules = files.read("modules.json")
     return _plan_of(names[0], model_config, None if modules is None else (files, modules), config, tokenizer)
+
+
+def _plan_of_gguf(
+    header: GgufHeader,
+    architecture: str,
+    model_config: PreTrainedConfig,
+    config: EngineConfig,
+    tokenizer: Tokenizer | None,
+) -> PoolingPlan | None:
+    """How the model of a GGUF file pools: as its `pooling_type` says, with vectors of length 1, as llama.cpp does."""
+    mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type", 0))
+    if config.task == "auto" and mode is None:
+        return None
+    if config.task == "classify":
+        raise ModelError("task is 'classify'; a GGUF file has no head for that")
+    wanted = replace(config, task="embed") if config.task == "auto" else config
+    plan = _plan_of(architecture, model_config, None, wanted, tokenizer)
+    if plan is None or plan.task != "embed":
+        return plan
+    return replace(plan, modes=(mode or "mean",), layers=(NORMALIZE,))
 
 
 class _Files:

@@ -28,7 +28,6 @@ from inflight.replicas.router import ReplicaSize, Router, Sent
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
-    from inflight.engine.pooling import PoolingEngine
 
 _in_threads: "WeakSet[EngineClient]" = WeakSet()
 
@@ -107,7 +106,7 @@ class EngineClient:
     @classmethod
     def in_thread(
         cls,
-        load: "Callable[[], Engine | PoolingEngine]",
+        load: "Callable[[], Engine]",
         watching: Watching | None = None,
         restart_delays: Sequence[float] = RESTART_DELAYS,
         *,

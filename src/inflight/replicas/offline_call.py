@@ -6,6 +6,8 @@ died run again elsewhere: as the same request gives the same tokens everywhere, 
 out.
 """
 
+import threading
+import time
 from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack
@@ -14,7 +16,7 @@ from functools import partial
 from queue import SimpleQueue
 
 from inflight.contracts.errors import EngineDeadError
-from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.outputs import SequenceOutput, merged
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.process.protocol import Abort, Generate, GenerateMany
 from inflight.engine.process.session import DirectMailbox, Mail, Mailbox, Session
@@ -25,6 +27,10 @@ IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits where one gives its slot back."""
 MOST_DEATHS = 2
 """A request whose engine has died this often ends with an error."""
+
+
+SECONDS_BETWEEN = 0.1
+"""How often a caller who does not stream gets what sequences have gained: to draw a progress bar, for example."""
 
 
 class RefusedRequestError(Exception):
@@ -65,9 +71,13 @@ class OfflineCall:
     Args:
         requests: what to run; their ids differ.
         num_slots: how many sequences each engine runs at once.
+        streams: whether the caller wants each token at once. If not, it is woken by the first tokens and the ends of
+            sequences, and else ten times a second: each time it competes with the engine for the interpreter.
     """
 
-    def __init__(self, client: EngineClient, requests: Iterable[AcceptedRequest], num_slots: int) -> None:
+    def __init__(
+        self, client: EngineClient, requests: Iterable[AcceptedRequest], num_slots: int, *, streams: bool = True
+    ) -> None:
         self._client = client
         self._requests = {each.request.request_id: _Request(each) for each in requests}
         self._backlog = deque(self._requests.values())
@@ -75,6 +85,11 @@ class OfflineCall:
         self._num_in_work = 0
         self._at: dict[Mailbox, _Request] = {}
         self._mail: SimpleQueue[Mail] = SimpleQueue()
+        self._take = self._mail.put if streams else self._gather
+        self._lock = threading.Lock()
+        self._held: dict[tuple[Mailbox, int], list[SequenceOutput]] = {}
+        """Of each sequence that has begun and has not ended: what its caller has not got yet."""
+        self._due = 0.0
 
     def outputs(self) -> Generator[tuple[str, SequenceOutput], None, None]:
         """Run the requests, and yield what steps give their sequences, each with the request's id, until all have
@@ -124,14 +139,16 @@ class OfflineCall:
         """Find an engine for a request. Returns it, with what is to be sent there."""
         accepted = request.accepted.request
         prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
-        make_mailbox = partial(DirectMailbox, take=self._mail.put)
+        make_mailbox = partial(DirectMailbox, take=self._take)
         deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, make_mailbox)
         request.delivery = request.place.enter_context(deliver)
         self._at[request.delivery.mailbox] = request
         self._num_in_work += 1
         params = replace(request.accepted.params, seed=accepted.seed)
         address = request.delivery.mailbox.address
-        return request.delivery.session, Generate(address, prompt, params, accepted.priority, salt, source)
+        deadline, text = request.accepted.deadline, accepted.text
+        command = Generate(address, prompt, params, accepted.priority, salt, source, deadline, text)
+        return request.delivery.session, command
 
     def _abort(self) -> None:
         """Abort what has not ended. The garbage collector may call this in any thread, in the middle of anything: so it
@@ -143,6 +160,31 @@ class OfflineCall:
         self._requests.clear()
 
     # ------------------------------------------------------------------------------------- from the engines
+
+    def _gather(self, mail: Mail) -> None:
+        """Hold back outputs that the caller does not need yet. Runs in the threads that listen to engines."""
+        ready: Mail = []
+        with self._lock:
+            for mailbox, letter in mail:
+                held = None
+                if isinstance(letter, SequenceOutput):
+                    held = self._held.get((mailbox, letter.index))
+                    if letter.finish_reason is not None:
+                        self._held.pop((mailbox, letter.index), None)
+                    elif held is None:
+                        self._held[mailbox, letter.index] = []
+                    else:
+                        held.append(letter)
+                        continue
+                ready.append((mailbox, merged([*held, letter]) if held else letter))
+            if (now := time.monotonic()) >= self._due:
+                self._due = now + SECONDS_BETWEEN
+                for (mailbox, _), held in self._held.items():
+                    if held:
+                        ready.append((mailbox, merged(held)))
+                        held.clear()
+        if ready:
+            self._mail.put(ready)
 
     def _take_in(self, request: _Request, letter: object) -> Iterable[SequenceOutput]:
         """Take in what an engine says of a request. Returns what is new for the caller."""

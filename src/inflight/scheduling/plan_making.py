@@ -41,6 +41,8 @@ def _span(sequence: Sequence, length: int, guessed: SequenceOf[int]) -> Span:
     token_ids = sequence.token_ids[start:end]
     token_ids += guessed
     num_logit_rows = len(scored_ids) + (end == sequence_length) + num_guessed
+    if sequence.request.runs_whole:
+        num_logit_rows = length
     return Span(
         sequence.sequence_id,
         sequence.slot,
@@ -66,4 +68,5 @@ def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
         request.stop_token_ids,
         request.bad_words,
         request.adapter,
+        request.text,
     )

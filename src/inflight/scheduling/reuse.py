@@ -66,9 +66,9 @@ class Reuse:
 
     def find(self, sequence: Sequence) -> list[Node]:
         """The nodes that follow a sequence's known blocks, as far as every cache group still has what the tokens after
-        them see. The sequence's last token is never among them. A sequence whose prompt is scored has to compute it."""
+        them see. The sequence's last token is never among them."""
         nodes: list[Node] = []
-        if not self.enable_prefix_caching or sequence.wants_scores:
+        if not self.enable_prefix_caching or sequence.computes_prompt:
             return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
         first, is_whole = sequence.num_known_blocks * block_size, True
@@ -97,7 +97,7 @@ class Reuse:
         """A running sibling under the same root that has computed the whole prompt, except perhaps its last token,
         before the step to come."""
         num_shared = sequence.num_prompt_tokens - 1
-        if sequence.num_computed_tokens >= num_shared or sequence.wants_scores or not self.can_share:
+        if sequence.num_computed_tokens >= num_shared or sequence.computes_prompt or not self.can_share:
             return None
         for sibling in siblings:
             if not self.is_computing_prompt(sibling) and self.block_pool.holds(sibling.block_tables, num_shared):

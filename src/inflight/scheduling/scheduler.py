@@ -304,7 +304,9 @@ class Scheduler:
                 self._take_back_wrong(sequence, span, new_token_ids)
             sequence.num_scored_tokens += len(span.scored_ids)
             self.reuse.remember(sequence, sequence.num_computed_tokens)
-            if not new_token_ids:
+            if sequence.request.text is not None and sequence.num_uncomputed_tokens == 0:
+                sequence.finish_reason = "stop"
+            elif not new_token_ids:
                 continue
             progress.append(Progress(sequence, new_token_ids))
             if sequence.finish_reason is not None:
@@ -419,6 +421,8 @@ class Scheduler:
             if sequence.is_background != in_background:
                 return
             waits = self._waits_for_sibling(sequence)
+            if sequence.request.runs_whole and sequence.num_uncomputed_tokens > budget and lengths:
+                return  # one that is longer than any budget runs alone
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
             self._waiting.remove(sequence)
@@ -432,6 +436,8 @@ class Scheduler:
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
         """How many tokens of a sequence the budget allows; while its prompt is scored, also the rows of logits."""
+        if sequence.request.runs_whole:
+            return sequence.num_uncomputed_tokens
         length = min(sequence.num_uncomputed_tokens, budget)
         return max(0, min(length, self._num_scorable_tokens)) if sequence.wants_scores else length
 

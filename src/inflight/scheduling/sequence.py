@@ -7,6 +7,7 @@ from inflight.contracts.config import BACKGROUND
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.plan import BadWords
+from inflight.contracts.pooling import PooledText
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent, Root
 
@@ -28,6 +29,8 @@ class Request:
         scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
         params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
         predicted_ids: what its output may be like in parts.
+        text: its prompt as a text to pool; None: it generates.
+        runs_whole: whether all of its tokens run in one step, because the states of all of them are pooled.
     """
 
     request_id: str
@@ -44,6 +47,8 @@ class Request:
     seed: int = 0
     bad_words: BadWords = field(default_factory=dict)
     predicted_ids: SequenceOf[int] = ()
+    text: PooledText | None = None
+    runs_whole: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -112,6 +117,11 @@ class Sequence:
     def wants_scores(self) -> bool:
         """Whether prompt tokens still need log-probabilities: then all of the prompt has to be computed."""
         return self.request.scores_prompt and self.index == 0 and self.num_scored_tokens < self.num_prompt_tokens
+
+    @property
+    def computes_prompt(self) -> bool:
+        """Whether all of its prompt has to be computed, though some of it may be cached."""
+        return self.wants_scores or self.request.runs_whole
 
     def ids_to_score(self, end: int) -> SequenceOf[int]:
         """The prompt tokens whose log-probabilities are known once the first `end` tokens are computed."""

@@ -10,17 +10,13 @@ import sys
 import threading
 import time
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
 from inflight.engine.python_process import take_over_standard_streams
 from inflight.engine.ranks.local_ranks import start_early
 from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
 from inflight.lean_imports import import_leanly
-
-if TYPE_CHECKING:
-    from inflight.engine.engine import Engine
-    from inflight.engine.pooling import PoolingEngine
 
 SECONDS_TO_SAVE = 4.5
 """After that, callers kill it (`connection.SECONDS_TO_END`)."""
@@ -47,15 +43,15 @@ def main() -> int:
     with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
         if asked.config.tensor_parallel_size > 1:
             start_early(asked.config.tensor_parallel_size)
-        from inflight.engine.making import make_engine
+        from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve
         from inflight.execution.shared_memory import share_through
         from inflight.sources import load_tokenizer
 
-    def load() -> "Engine | PoolingEngine":
+    def load() -> Engine:
         if asked.weights_file is not None:
             share_through(asked.weights_file)
-        engine = make_engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
+        engine = Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
         spare_what_stays()
         return engine
 

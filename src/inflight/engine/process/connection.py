@@ -16,7 +16,6 @@ from inflight.engine.python_process import ending, started
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
-    from inflight.engine.pooling import PoolingEngine
 
 SECONDS_TO_END = 5.0
 """How long an engine that was told to end may take before it is killed."""
@@ -103,12 +102,12 @@ class ThreadConnection:
         thread: the one that runs it.
     """
 
-    engine: Engine | PoolingEngine
+    engine: Engine
     thread: threading.Thread
 
     def __init__(
         self,
-        load: Callable[[], Engine | PoolingEngine],
+        load: Callable[[], Engine],
         watching: Watching | None = None,
         *,
         is_offline: bool = False,
@@ -122,7 +121,7 @@ class ThreadConnection:
     def listen(self, take: Callable[[Event], None]) -> None:
         from inflight.engine.process.loop import serve  # with torch
 
-        def loaded() -> Engine | PoolingEngine:
+        def loaded() -> Engine:
             self.engine = self._load()
             return self.engine
 

@@ -11,14 +11,11 @@ from contextlib import ExitStack, closing
 
 from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
 from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.params import SamplingParams
 from inflight.contracts.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.live_feed import LiveFeed
-from inflight.engine.pooling import PoolingEngine
 from inflight.engine.prefill_limit import PrefillLimit
-from inflight.engine.process.pooling_loop import run_pooling
 from inflight.engine.process.protocol import (
     Abort,
     AdapterOpened,
@@ -34,7 +31,6 @@ from inflight.engine.process.protocol import (
     Live,
     OpenAdapter,
     Outputs,
-    Pool,
     Ready,
     Refused,
     Stats,
@@ -50,7 +46,7 @@ MOST_AT_ONCE = 64
 
 
 def serve(
-    load: "Callable[[], Engine | PoolingEngine]",
+    load: Callable[[], Engine],
     commands: Commands,
     send: Callable[[Event], None],
     watching: Watching | None = None,
@@ -66,10 +62,6 @@ def serve(
     """
     try:
         engine = load()
-        if isinstance(engine, PoolingEngine):
-            send(Ready(engine.model_info, SamplingParams()))
-            run_pooling(engine, commands, send)
-            return True
         with ExitStack() as stack:
             tell_watchers = _watched(engine, watching or Watching(), stack)
             send(Ready(engine.model_info, engine.default_sampling_params()))
@@ -152,8 +144,6 @@ class _Loop:
             case GenerateMany():
                 for each in command.requests:
                     self._obey(each)
-            case Pool():
-                self._try_to(command.request_id, lambda: _refuse_pooling(self.engine))
             case Abort():
                 self._compiling.discard(command.request_id)
                 self._tell(self.engine.abort(command.request_id))
@@ -187,6 +177,7 @@ class _Loop:
             cache_salt=asked.cache_salt,
             adapter_source=asked.adapter_source,
             deadline=asked.deadline,
+            text=asked.text,
         )
         if accepted.is_compiled or not self._compiles_beside:
             engine.submit(accepted)
@@ -214,10 +205,6 @@ class _Loop:
     def _tell(self, outputs: list[SequenceOutput]) -> None:
         if outputs:
             self.send(Outputs(outputs))
-
-
-def _refuse_pooling(engine: Engine) -> None:
-    raise InvalidRequestError(f"{engine.model_info.model_class} generates text; it pools nothing")
 
 
 def _raise(error: Exception) -> None:

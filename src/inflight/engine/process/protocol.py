@@ -35,7 +35,11 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Run a request, and report on each of its sequences until it has ended."""
+    """Run a request, and report on each of its sequences until it has ended.
+
+    Attributes:
+        text: what to pool, in place of a prompt; None: it generates.
+    """
 
     request_id: str
     prompt_token_ids: list[int]
@@ -44,19 +48,13 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     cache_salt: str | None = None
     adapter_source: str | None = None
     deadline: float | None = None
+    text: PooledText | None = None
 
 
 class GenerateMany(msgspec.Struct, tag=True, frozen=True):
     """Run several requests; the next step finds all of them queued."""
 
     requests: list[Generate]
-
-
-class Pool(msgspec.Struct, tag=True, frozen=True):
-    """Run texts on a model that pools, and answer with `Pooled` of the same `request_id`."""
-
-    request_id: str
-    texts: list[PooledText]
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):
@@ -104,14 +102,6 @@ class Outputs(msgspec.Struct, tag=True, frozen=True):
     outputs: list[SequenceOutput]
 
 
-class Pooled(msgspec.Struct, tag=True, frozen=True):
-    """The answer to `Pool`: each text's numbers, 32-bit floats in the machine's order; or what went wrong."""
-
-    request_id: str
-    values: list[bytes]
-    error: str | None = None
-
-
 class Stats(msgspec.Struct, tag=True, frozen=True):
     """The answer to `AskStats`."""
 
@@ -147,8 +137,8 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
     is_model_error: bool = False
 
 
-Command: TypeAlias = Generate | GenerateMany | Pool | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
-Event: TypeAlias = Ready | Outputs | Pooled | Stats | Live | AdapterOpened | Refused | Failed
+Command: TypeAlias = Generate | GenerateMany | Abort | AskStats | AskLive | OpenAdapter | CloseAdapter
+Event: TypeAlias = Ready | Outputs | Stats | Live | AdapterOpened | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
 """What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
 

@@ -27,7 +27,6 @@ from inflight.engine.process.protocol import (
     Failed,
     Live,
     Outputs,
-    Pooled,
     Ready,
     Refused,
     Stats,
@@ -266,9 +265,6 @@ class Session:
             case Outputs():
                 self._post((output.request_id, output) for output in event.outputs)
                 self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
-            case Pooled():
-                self._post([(event.request_id, event)])
-                self.has_served |= event.error is None
             case Refused():
                 self._post([(event.request_id, getattr(errors, event.error)(event.message))])
             case Stats(request_id=address) if address == _WATCHDOG:

@@ -7,6 +7,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.pooling import PoolingPlan
 from inflight.engine.ranks.group import RankGroup
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.load import ModelSource
@@ -15,10 +16,14 @@ from inflight.execution.sampling.token_mask import TokenMasks
 from inflight.garbage_collection import call_after
 
 
-def make_runner(model: ModelSource, config: EngineConfig) -> ModelRunner:
-    """A runner that is ready. Raises `ModelError`."""
-    if config.tensor_parallel_size == 1:
-        return ModelRunner(model, config)
+def make_runner(model: ModelSource, config: EngineConfig, pooling: PoolingPlan | None = None) -> ModelRunner:
+    """A runner that is ready. Raises `ModelError`.
+
+    Args:
+        pooling: how the model pools; None: it generates.
+    """
+    if config.tensor_parallel_size == 1 or pooling is not None:  # which is refused there
+        return ModelRunner(model, config, pooling=pooling)
     if not isinstance(model, str):
         raise ModelError(
             f"the model is a loaded {type(model).__name__}, which other processes cannot have; with a "

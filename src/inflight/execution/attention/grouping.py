@@ -42,14 +42,19 @@ class Grouping:
         specs: the calls in order; their `cache_group` is an index into `parts`.
         groups: the cache groups; groups that keep all tokens come first.
         parts: the parts of their blocks.
+        is_transient: whether all calls lie in the same memory, one after the other, because no later step reads what
+            they keep.
     """
 
     specs: tuple[AttentionSpec, ...]
     groups: tuple[CacheGroup, ...] = (ALL_TOKENS,)
     parts: tuple[BlockPart, ...] = (BlockPart(0),)
+    is_transient: bool = False
 
     def storages(self) -> list[list[int]]:
         """For each storage, the ordinals of the calls that lie in it; the first has whole blocks."""
+        if self.is_transient:
+            return [list(range(len(self.specs)))]
         by_part: list[list[int]] = [[] for _ in self.parts]
         for number, spec in enumerate(self.specs):
             if spec.shares_cache_with is None:
@@ -68,12 +73,17 @@ def group_calls(
     """Put attention calls into cache groups.
 
     All calls become one group that keeps everything if they cannot be divided into a few groups of about equal memory,
-    or if a call sees more of the keys and values that it shares with another call than that call itself.
+    if a call sees more of the keys and values that it shares with another call than that call itself, or if texts run
+    whole because queries see later keys.
 
     Args:
         specs: the calls in order.
         bytes_per_block: the bytes that a call takes in the attention backend.
     """
+    if not all(spec.is_causal for spec in specs):
+        sizes = {(spec.num_kv_heads, spec.head_size, spec.value_head_size) for spec in specs}
+        is_transient = len(sizes) == 1 and all(spec.shares_cache_with is None for spec in specs)
+        return Grouping(tuple(specs), is_transient=is_transient)
     kept = [_kept_by(spec, max_model_len) for spec in specs]
     owners = [n if spec.shares_cache_with is None else spec.shares_cache_with for n, spec in enumerate(specs)]
     calls: dict[CacheGroup, list[int]] = {}

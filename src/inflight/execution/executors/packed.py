@@ -16,6 +16,7 @@ from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
 from inflight.execution.attention.witness import WitnessedAttention
+from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
 from inflight.execution.hf.hook import attend_with, attention_sinks
@@ -56,12 +57,10 @@ class PackedExecutor:
         grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
             in the cache (`group_calls`).
         min_rows: rows that a step on a CPU has at least.
-        forward: takes token ids `[T]`, positions `[T]` and logit rows `[R]` to what is wanted of these rows, `[R, …]`;
-            None: the model's logits.
+        counting: how the model counts positions.
     """
 
     name = "packed"
-    capabilities = Capabilities(shares_prefixes=True, chunks_prompts=True, has_paged_attention=True)
     bytes_per_slot = 0
 
     def __init__(
@@ -70,19 +69,22 @@ class PackedExecutor:
         backend: AttentionBackend,
         grouping: Grouping,
         min_rows: int = MIN_ROWS,
-        forward: Callable[..., torch.Tensor] | None = None,
+        counting: Counting = FROM_ZERO,
     ) -> None:
         self.model = model
         self.min_rows = min_rows
         self.backend = backend
         self.grouping = grouping
         self.specs = grouping.specs
+        is_causal = all(spec.is_causal for spec in self.specs)
+        self.capabilities = Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal, has_paged_attention=True)
         self.cache_groups = grouping.groups
         self._has_parts = any(part.num_parts > 1 for part in grouping.parts)
         self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
-        self._forward = forward or plain_forward(model, takes_logit_rows=takes_logit_rows)
+        self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
+        self.counting = counting
         self._recorded: RecordedForward | None = None
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
@@ -141,7 +143,7 @@ class PackedExecutor:
         if copies := batch.plan.copies:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
-        rows = batch.input_ids, batch.positions, batch.logit_rows
+        rows = batch.input_ids, self.counting.positions(batch), batch.logit_rows
         if self._on_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])

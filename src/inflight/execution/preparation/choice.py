@@ -19,6 +19,7 @@ from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
+from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     NotFiniteError,
@@ -164,7 +165,7 @@ class _Search:
     def choose(self) -> ChosenExecutor:
         """The first of the allowed ones that is exact."""
         executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
-        if self._rank is not None:
+        if self._rank is not None or gives_states(self._model):
             executors = ["packed"]
         in_use = attention_in_use(self._model)
         key = None
@@ -311,7 +312,7 @@ class _Search:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
             attention = backend(block_size)
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
-            return PackedExecutor(model, attention, grouping, report.min_rows)
+            return PackedExecutor(model, attention, grouping, report.min_rows, report.counting)
 
         return ChosenExecutor(make, backend(config.block_size).name, verdict, proved_on, report)
 

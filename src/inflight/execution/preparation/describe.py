@@ -10,7 +10,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors import Executor
+from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
 from inflight.execution.hf.load import available_cache_memory
 from inflight.execution.hf.longrope import longrope_length
@@ -45,9 +45,11 @@ def describe(
     report, layout = choice.report, cache_layout(executor, config)
     max_model_len = _max_model_len(report, config)
     bytes_per_block = executor.bytes_per_block(config.block_size)
-    num_blocks = _num_blocks(executor, layout.max_num_blocks(max_model_len), config)
+    num_blocks = max(config.max_num_batched_tokens, layout.max_num_blocks(max_model_len))
+    if executor.capabilities.chunks_prompts or not isinstance(executor, PackedExecutor):
+        num_blocks = _num_blocks(executor, layout.max_num_blocks(max_model_len), config)
     num_lasting_groups = sum(group == ALL_TOKENS for group in layout.groups)
-    generation_config = model.generation_config or GenerationConfig()
+    generation_config = getattr(model, "generation_config", None) or GenerationConfig()
     return ModelInfo(
         model_class=type(model).__name__,
         num_parameters=num_parameters,

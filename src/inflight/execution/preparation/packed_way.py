@@ -29,13 +29,16 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.attention import AttentionBackend
+from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
+from inflight.execution.executors.counting import FROM_ZERO
 from inflight.execution.executors.packed import MIN_ROWS
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.pooling.states_model import gives_states
+from inflight.execution.preparation import whole_texts
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
@@ -101,6 +104,7 @@ IN_COMPANY_IN_SHORT: Sequence[Step] = (
 )
 """What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
 second prompt, every other one of them on one thread."""
+WHOLE_IN_COMPANY: Sequence[Step] = (((1, 0, 9), (0, 0, 24)),)
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
 """Makes a backend for a block size."""
 
@@ -163,6 +167,7 @@ def prepare_packed(
         if rank is not None:
             proof.divide(rank, let_go)
         max_model_len, notes = packed_limit(model, proof.specs)
+        max_model_len -= proof.counting.first
         executor = proof.executor(make_backend)
         tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
         if rank is not None and tolerance is LOW_PRECISION:
@@ -195,6 +200,7 @@ def prepare_packed(
         router_rows=router_rows,
         linear_calls=proof.linear_calls if prepacks else None,
         max_row_len=max_row_len(model.config.get_text_config()),
+        counting=proof.counting,
         notes=tuple(notes),
     )
 
@@ -221,6 +227,8 @@ class PackedProof:
         ModelError: the model's signature or its attention calls rule a packed row out, or its logits are not finite.
     """
 
+    specs: tuple[AttentionSpec, ...]
+
     def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: ProofWorkload = IN_A_ROW) -> None:
         name = type(model).__name__
         if "position_ids" not in forward_parameters(model):
@@ -236,6 +244,12 @@ class PackedProof:
         use_attention(model, "eager")
         with self._attention.recording(len(workload.lengths)):
             self.plain = PlainModel.of(model, workload, together=workload is IN_SHORT)
+        self.counting = FROM_ZERO
+        if gives_states(model):
+            self.counting = whole_texts.counting_of(self.plain)
+            if not whole_texts.is_causal(self.plain):
+                self.specs = tuple(replace(spec, is_causal=False) for spec in self.specs)
+                self.plain = replace(self.plain, workload=workload.in_whole_prompts())
         use_attention(model, "inflight")
         self.vocab_size = self.plain.vocab_size
 
@@ -253,7 +267,8 @@ class PackedProof:
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
         """The model as a packed row over a small cache."""
-        executor = PackedExecutor(self.model, make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs))
+        backend, grouping = make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs)
+        executor = PackedExecutor(self.model, backend, grouping, counting=self.counting)
         executor.allocate(NUM_PROOF_BLOCKS)
         return executor
 
@@ -352,6 +367,8 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
     in_company = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY
+    if not executor.capabilities.chunks_prompts:
+        in_company = WHOLE_IN_COMPANY
     alone: list[torch.Tensor] = []
 
     def run_alone() -> None:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -11,8 +12,10 @@ from transformers import PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.pooling import PoolingPlan
 from inflight.execution.adapters import Adapters, make_embedding_adaptable
 from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.executors.counting import FROM_ZERO
 from inflight.execution.hf.load import (
     ModelSource,
     convert,
@@ -23,6 +26,8 @@ from inflight.execution.hf.load import (
 )
 from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
+from inflight.execution.pooling.states_model import PoolingParts, load_parts
+from inflight.execution.pooling.text_pooler import TextPooler
 from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
@@ -51,6 +56,7 @@ class PreparedModel:
     Attributes:
         weights_digest: of the weights that it was given; None: nobody needs it.
         adapters: those that its rows may have; None: it was not prepared for any.
+        pooler: what makes a text's numbers of its states; None: it generates.
     """
 
     model: PreTrainedModel
@@ -58,14 +64,18 @@ class PreparedModel:
     info: ModelInfo
     weights_digest: bytes | None = None
     adapters: Adapters | None = None
+    pooler: TextPooler | None = None
 
 
-def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None) -> PreparedModel:
+def prepare(
+    source: ModelSource, config: EngineConfig, rank: Rank | None = None, pooling: PoolingPlan | None = None
+) -> PreparedModel:
     """Load a model, choose its executor, and allocate its cache. A model that cannot be prepacked is loaded again, to
     run as rows, if any executor may run it.
 
     Args:
         rank: whose part of the model is to run; None: all of it.
+        pooling: how the model pools; None: it generates.
 
     Raises:
         ModelError: it cannot be loaded, no allowed executor runs it exactly, or there is too little memory.
@@ -74,19 +84,19 @@ def prepare(source: ModelSource, config: EngineConfig, rank: Rank | None = None)
     reason = None
     try:
         with torch_alone():
-            return _prepare(source, config, rank)
+            return _prepare(source, config, rank, pooling)
     except StalePreparationError as error:
         logger.warning("%s; the model is loaded and proved again", error)
     except PrepackingError as error:
-        if config.executor != "auto" or rank is not None:
+        if config.executor != "auto" or rank is not None or pooling is not None:
             raise
         reason = f"not packed: {error}: {error.__cause__}"
     if reason is None:
-        return prepare(source, replace(config, verify=True), rank)
+        return prepare(source, replace(config, verify=True), rank, pooling)
     logger.warning("%s; the model is loaded again", reason)  # the first one is gone with the error's traceback
     try:
         with torch_alone():
-            prepared = _prepare(source, replace(config, executor="rows"), None)
+            prepared = _prepare(source, replace(config, executor="rows"), None, None)
     except ModelError as error:
         raise ModelError(f"{reason}; {error}") from error
     return replace(prepared, info=replace(prepared.info, notes=(reason, *prepared.info.notes)))
@@ -107,10 +117,14 @@ def _as_stale(known: Preparation | None) -> Iterator[None]:
         raise StalePreparationError(f"what an earlier load found out does not hold ({first_line(error)})") from error
 
 
-def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> PreparedModel:
+def _prepare(
+    source: ModelSource, config: EngineConfig, rank: Rank | None, pooling: PoolingPlan | None
+) -> PreparedModel:
     model_config = source.config if isinstance(source, PreTrainedModel) else read_config(source, config)
     checkpoint_dtype = source.dtype if isinstance(source, PreTrainedModel) else dtype_of_checkpoint(model_config)
-    model = load_model(source, config, model_config=model_config, in_own_dtype=rounding_of(config) is not None)
+    options: dict[str, Any] = {"model_config": model_config, "in_own_dtype": rounding_of(config) is not None}
+    parts = None if pooling is None else load_parts(source, config, pooling, **options)
+    model = load_model(source, config, **options) if parts is None else parts.body
     is_callers = isinstance(source, PreTrainedModel)
     is_listed = not is_callers and type(model).__module__.startswith("transformers.models.")
     cache, key = ResultCache.of_the_user(Preparation), None
@@ -138,13 +152,20 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
     executor = choice.make_executor(config.block_size, config.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
+    pooler = None
+    if parts is not None:
+        info = _of_texts(info, executor, parts)
+        assert info.pooling is not None
+        pooler = TextPooler(parts.head, info.pooling)
     adapters = None
     if config.adapters is not None:
         adapters = Adapters(executor, config.block_size, config.adapter_memory)
     reason = None if known is None else known.why_not_recorded
     if isinstance(executor, PackedExecutor) and config.record_forward and model.device.type == "cpu":
         if known is None:
-            reason = prove_recording(executor, config, info.num_blocks)
+            longest = config.max_num_batched_tokens if pooler is None else info.max_model_len
+            longest_row = max(config.max_num_batched_tokens, longest)
+            reason = prove_recording(executor, replace(config, max_num_batched_tokens=longest_row), info.num_blocks)
         elif known.program is not None:
             with _as_stale(known):
                 executor.run_program(linked(known.program, executor))
@@ -160,7 +181,25 @@ def _prepare(source: ModelSource, config: EngineConfig, rank: Rank | None) -> Pr
             if (program is not None) == info.is_recorded:
                 found = Preparation(choice.verdict, choice.proved_on, choice.report, program, reason, step)
                 cache.keep(key, found)
-    return PreparedModel(model, executor, info, digest, adapters)
+    return PreparedModel(model, executor, info, digest, adapters, pooler)
+
+
+def _of_texts(info: ModelInfo, executor: Executor, parts: PoolingParts) -> ModelInfo:
+    """What was found out about a body, for the whole model."""
+    counts_from_zero = isinstance(executor, PackedExecutor) and executor.counting == FROM_ZERO
+    shares = parts.plan.reads_last_token and executor.capabilities.shares_prefixes and counts_from_zero
+    longest = min(info.max_model_len, parts.plan.max_tokens or info.max_model_len)
+    plan = replace(parts.plan, reads_last_token=shares, max_tokens=longest)
+    cached = min(longest, info.max_cached_len)
+    return replace(
+        info,
+        model_class=parts.name,
+        max_model_len=longest,
+        max_cached_len=cached,
+        can_share_prefixes=shares,
+        eos_token_ids=(),
+        pooling=plan,
+    )
 
 
 def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, let_go: LetGo | None) -> None:

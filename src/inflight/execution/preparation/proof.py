@@ -33,6 +33,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor
 from inflight.execution.plain_linear import PlainLinears
+from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
     NOISE_MARGIN,
     NotFiniteError,
@@ -74,6 +75,10 @@ class ProofWorkload:
     prefill_lengths: tuple[int, int]
     steps: tuple[Step, ...]
     slots: tuple[tuple[int, int], ...]
+
+    def in_whole_prompts(self) -> "ProofWorkload":
+        """The same prompts, each in one piece."""
+        return replace(self, steps=(tuple((number, 0, length) for number, length in enumerate(self.lengths)),))
 
 
 PROOF = ProofWorkload(
@@ -144,25 +149,27 @@ class PlainModel:
         vocab_size = num_embeddings(model)
         prompts = tuple(with_padding(model, each) for each in draw_prompts(vocab_size, workload.lengths))
         groups = [prompts] if together else [(prompt,) for prompt in prompts]
-        logits = tuple(rows for group in groups for rows in _plain_logits(model, *group))
+        logits = tuple(rows for group in groups for rows in plain_logits(model, *group))
         if not all(torch.isfinite(each).all() for each in logits):
             raise NotFiniteError(model)
-        return cls(model, workload, prompts, logits, min(vocab_size, logits[0].shape[-1]))
+        num_columns = vocab_size if gives_states(model) else logits[0].shape[-1]
+        return cls(model, workload, prompts, logits, min(vocab_size, num_columns))
 
     def with_noise(self) -> "PlainModel":
         """The same, with `noise` measured."""
         with embeddings_rounded_again(self.model):
-            (rounded,) = _plain_logits(self.model, self.prompts[0])
+            (rounded,) = plain_logits(self.model, self.prompts[0])
         return replace(self, noise=relative_error(rounded, self.logits[0]))
 
     def with_effect(self) -> "PlainModel":
         """The same, with `noise` and `effect` measured. Raises `NotCausalError` if the model is not causal."""
         plain, prompt, logits = self.with_noise(), self.prompts[0], self.logits[0]
-        (begun,) = _plain_logits(self.model, prompt[:15])
-        if relative_error(begun, logits[:15]) > max(10 * precision_of(self.model).logits, NOISE_MARGIN * plain.noise):
+        (begun,) = plain_logits(self.model, prompt[:15])
+        allowed = max(10 * precision_of(self.model).logits, NOISE_MARGIN * plain.noise)
+        if not gives_states(self.model) and relative_error(begun, logits[:15]) > allowed:
             name = type(self.model).__name__
             raise NotCausalError(f"{name} is no causal language model: later tokens change the logits of earlier ones")
-        (changed,) = _plain_logits(self.model, self._changed_prompt())
+        (changed,) = plain_logits(self.model, self._changed_prompt())
         return replace(plain, effect=relative_error(changed[-8:], logits[-8:]))
 
     def _changed_prompt(self) -> tuple[int, ...]:
@@ -189,6 +196,8 @@ class PlainModel:
         """The relative error of what `model.generate` sees of the first prompt, which is 0 if it is no more than
         rounding explains, or if the model does not generate at all."""
         prompt, length = self.prompts[0], self.workload.prefill_lengths[0]
+        if gives_states(self.model):
+            return 0.0
         try:
             error = relative_error(_generated_logits(self.model, prompt, length), self.logits[0][length - 1 :])
         except ModelError:
@@ -296,11 +305,15 @@ def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.T
 
 
 @torch.inference_mode()
-def _plain_logits(model: PreTrainedModel, *prompts: Sequence[int]) -> torch.Tensor:
-    """The logits `[B, L, V]` of a call as anybody would make it: some models count positions in their own way."""
+def plain_logits(
+    model: PreTrainedModel, *prompts: Sequence[int], positions: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The logits `[B, L, V]` of a call without positions, as some models count them in their own way; or with these
+    `[L]`."""
     tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
+    options = {} if positions is None else {"position_ids": positions.to(model.device)[None]}
     with PlainLinears():
-        logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
+        logits: torch.Tensor = model(input_ids=tokens, use_cache=False, return_dict=True, **options).logits
     return logits
 
 

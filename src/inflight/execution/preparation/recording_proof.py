@@ -25,7 +25,8 @@ PROMPT_LENGTH = 10
 def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
     """Let an executor, whose cache nobody uses yet, run a recorded forward pass, if that gives the same bits. Returns
     why it does not; None: it does."""
-    batches = list(_batches(executor, config.block_size, num_blocks, in_two=True))
+    in_two = executor.capabilities.chunks_prompts
+    batches = list(_batches(executor, config.block_size, num_blocks, in_two=in_two))
     walked = [executor.outputs(batch) for batch in batches]
     try:
         recorded = executor.record(config.max_num_batched_tokens)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from inflight.execution.attention import AttentionSpec
+from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.packed import MIN_ROWS
 from inflight.execution.weights.experts import RouterRows
 from inflight.execution.weights.linear_calls import LinearCalls
@@ -25,6 +26,7 @@ class PreparationReport:
         router_rows: with how many rows routers run; None: there are none, or the model is not prepacked.
         linear_calls: what a forward pass did with linear layers; None: the model is not prepacked.
         max_row_len: the longest row, in tokens, that the model runs exactly; None: any.
+        counting: how the model counts positions.
         notes: what was limited, and why.
     """
 
@@ -38,4 +40,5 @@ class PreparationReport:
     router_rows: RouterRows | None = None
     linear_calls: LinearCalls | None = None
     max_row_len: int | None = None
+    counting: Counting = FROM_ZERO
     notes: tuple[str, ...]

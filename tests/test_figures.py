@@ -100,7 +100,6 @@ def sentences() -> list[str]:
     steps, computed = preemption["steps"], preemption["tokens computed"]
     whole, small = budgets["1024"], budgets["64"]
     seconds, counts = prefix["seconds"], prefix["prompt tokens computed"]
-    plain_layers = latency["seconds with the linear layers of transformers"]
     return [
         f"{step['weight bytes'] / 1e6:.0f} MB at {step['bytes a second'] / 1e9:.1f} GB/s, or {reading:.1f} ms",
         f"at {step['operations a second'] / 1e9:.0f} billion operations per second, so the arithmetic takes "
@@ -136,8 +135,6 @@ def sentences() -> list[str]:
         f"takes {steps['small cache']} steps instead of {steps['ample cache']}, and computes "
         f"{computed['small']} tokens instead of {computed['ample']}, "
         f"{computed['small'] / computed['ample'] - 1:.0%} more",
-        f"in {preemption['steps in which a sequence waits beside a free slot and free blocks']} steps of this run",
-        f"at most {preemption['most free blocks in such a step']}, are free",
         *(
             f"| {name} | {each['num_steps']} | {each['seconds']:.2f} | {each['tokens_per_second']:.0f} "
             f"| {each['occupancy']:.0%} | {each['latency_p50']:.2f} s | {each['latency_p95']:.2f} s "
@@ -147,17 +144,11 @@ def sentences() -> list[str]:
         f"takes {engine['1']:.0f} ms for one sequence and {engine['8']:.0f} ms for eight: "
         f"{engine['8'] / engine['1']:.1f} times as long",
         f"faster for a single sequence ({plain['1']:.0f} ms)",
-        f"{min(engine[n] for n in '124'):.0f} to {max(engine[n] for n in '124'):.0f} ms is noise",
         f"With eight sequences `transformers` takes {plain['8']:.0f} ms",
         f"({engine['128']:.0f} and {plain['128']:.0f} ms)",
-        f"static batching takes {seconds['static'][-1]:.2f} s, the lesson below {seconds['shared prefix'][-1]:.2f} s "
+        f"static batching takes {seconds['static'][-1]:.2f} s, the lesson {seconds['shared prefix'][-1]:.2f} s "
         f"and the engine {seconds['engine'][-1]:.2f} s",
-        f"after {latency['static']['latency_p50']:.2f} s in static batching and after "
-        f"{latency['engine']['latency_p50']:.2f} s in the engine, "
-        f"{latency['engine']['latency_p50'] / latency['static']['latency_p50']:.0%} of that time",
         f"({latency['engine']['seconds']:.2f} s instead of {latency['ragged']['seconds']:.2f} s)",
-        f"static batching takes {plain_layers['static']:.2f} s, padded {plain_layers['padded']:.2f} s and ragged "
-        f"{plain_layers['ragged']:.2f} s",
     ]
 
 

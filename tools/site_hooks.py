@@ -22,6 +22,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 from inflight.cli import app
+from inflight.cli.help import SHOWS_ALL
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -78,6 +79,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     lines = (line if in_code else _LINK.sub(moved, _DRAWN.sub(_dated, line)) for line, in_code in _lines(markdown))
     context = click.Context(app, info_name="inflight", **app.context_settings)
+    context.meta[SHOWS_ALL] = True
     return "\n".join(help_of_all(app, context) if line.startswith(COMMANDS) else line for line in lines)
 
 

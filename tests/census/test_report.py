@@ -66,7 +66,7 @@ def test_a_census_of_some_classes_says_which() -> None:
     assert "Made by `inflight census --class gpt2 --class BloomForCausalLM`; not edited" in document
     assert "For `gpt2`, `BloomForCausalLM`, out of the classes that" in document
     assert "every class" not in document
-    stored = Path(__file__).parents[2] / "docs" / "census.md"
+    stored = Path(__file__).parents[2] / "benchmarks" / "results" / "census.md"
     assert stored.read_text(encoding="utf-8").startswith(to_markdown([], VERSIONS).partition("torch 2,")[0])
 
 

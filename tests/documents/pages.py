@@ -9,7 +9,7 @@ from typing import NamedTuple
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [
     *sorted(ROOT.glob("*.md")),
-    *(path for path in sorted((ROOT / "docs").rglob("*.md")) if path.name != "census.md"),  # which has no code
+    *sorted((ROOT / "docs").rglob("*.md")),
 ]
 
 _FENCE = re.compile(r"^ *(?P<marks>`{3,}|~{3,}) *(?P<language>\w*)")

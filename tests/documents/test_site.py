@@ -63,6 +63,7 @@ def test_every_command_is_in_the_reference(site: Path) -> None:
         assert f'id="inflight-{name.replace(" ", "-")}"' in text, name
     assert "Cache:\n" in text
     assert "--max-num-batched-tokens" in text
+    assert "--background-tokens-per-step" in text, "which only --help-all shows"
 
 
 @pytest.mark.thorough

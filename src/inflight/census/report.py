@@ -72,7 +72,7 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: S
 
 
 def _introduction(names: Sequence[str]) -> str:
-    options = "".join(f" --class {name}" for name in names) or " --output docs/census.md"
+    options = "".join(f" --class {name}" for name in names) or " --output benchmarks/results/census.md"
     classes = "every class that `transformers` maps to a causal language model"
     if names:
         classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to causal "

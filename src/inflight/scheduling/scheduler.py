@@ -12,6 +12,9 @@ by arrival). Sequences in the background get tokens in the same order, in steps 
 out, the worst running sequence gives all of its blocks back and waits to be recomputed. The best always makes progress,
 so every sequence finishes.
 
+A sequence that gets a prefill span is not preempted in the same plan: victims are the worst, and prefills are scheduled
+best first. So a later sequence can rely on blocks that an earlier one computes in the same step.
+
 Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
 then may go to guesses of what comes next (`Guessing`).
 

@@ -1,4 +1,9 @@
-"""Limits that a short proof cannot see: what a configuration says about long sequences."""
+"""Limits that a short proof cannot see: what a configuration says about long sequences.
+
+Windows, chunks and LongRoPE's length come from the configuration or from what the model tells attention, and are proved
+by the exactness suite, not at load. Where a mechanism begins later and cannot be carried over (Llama 4's temperature
+tuning by position in the row), sequences are limited to where it begins.
+"""
 
 from collections.abc import Sequence
 

@@ -2,6 +2,12 @@
 model for it.
 
 If a model with a cache gives other logits than in one forward pass, those that `model.generate` sees count as right.
+Mamba 2 is such a model: its time steps are clamped in a prompt, but not token by token. Such a model computes prompts
+whole, and after a preemption, when its tokens are recomputed as a prompt, it may continue differently. RoBERTa's
+`generate` counts positions from elsewhere than one forward pass; a note says so.
+
+Deep state spaces amplify any rounding, so 20 times what rounding the embeddings once more changes is allowed. The
+prompts contain the padding token, which must be a token like any other.
 """
 
 from collections.abc import Mapping, Sequence

@@ -10,7 +10,12 @@ hold:
 - *Isolation*: other tokens in the neighbouring sequence change nothing. Any state that runs along the row (a
   convolution, a state space, linear attention) fails this.
 
-To prepare a model, its weights are prepacked, and the result is compared with the plain one again.
+Measured for SmolLM2-135M in Q4_1, in exact arithmetic: attention 2.1e-6, logits 1.1e-5. Its logits are those of the row
+alone: one layer makes a token's states huge (26,000) and a later one cancels them, and plain attention outputs put in
+between would not cancel what the row's own states have.
+
+To prepare a model, its weights are prepacked, and the result is compared with the plain one again. Prepacked weights
+cannot be unpacked, so a failure from there on is a `PrepackingError`, and the model is loaded again and runs as rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence

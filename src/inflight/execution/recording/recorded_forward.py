@@ -1,7 +1,11 @@
 """`RecordedForward`: a model's forward pass without Python. It is recorded at a few sizes, and then serves every step.
 
 The operators run in the order in which the model called them, with the same arguments and the same kernels, except that
-small ones run together as row kernels. The results are the same bits; whoever records a forward pass compares them.
+small ones run together as row kernels. The results are the same bits; `recording_proof` compares them.
+
+Not recorded are LongRoPE, models with hooks, experts in a model's own code, and other devices and backends; so are
+models that branch on the length or on a value, or keep a state: a run without data, as long as a step may be, must be
+what the shorter ones predict.
 """
 
 import logging

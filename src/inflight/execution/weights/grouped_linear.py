@@ -1,4 +1,11 @@
-"""Linear layers whose weights are kept in groups (`grouped_weight`), in two arithmetics."""
+"""Linear layers whose weights are kept in groups (`grouped_weight`), in two arithmetics.
+
+*Exact* expands a few chunks of 32 inputs to the model's dtype in the L1 cache and multiplies them like a plain panel,
+so it gives the bits of a plain layer with the dequantized weight, and uses the matrix unit in bfloat16. *Fast* rounds
+the activations of each 32 inputs to int8; sums within a chunk are whole numbers, sums of chunks float32. The matrix
+unit has no part in it: its sums would have to be scaled after every 32 inputs, which takes as long as the products do
+without it.
+"""
 
 from dataclasses import replace
 

@@ -18,6 +18,7 @@ import pytest
 
 import inflight
 from inflight.cli import app
+from inflight.contracts import features
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.foreign_names import FOREIGN_NAMES
 from tests.documents.pages import DOCUMENTS, ROOT, Block, blocks, code_in_text
@@ -219,3 +220,7 @@ def test_names_of_others_are_answered_with_ours_as_the_document_says() -> None:
             if known is not None and ours:
                 named = set(re.findall(r"\{?(\w+)\}?", known))
                 assert ours & {"threads" if each == "num_threads" else each for each in named}, name
+
+
+def test_the_table_of_what_is_not_supported_is_that_of_the_code() -> None:
+    assert features.table() in (ROOT / "docs" / "reference" / "features.md").read_text()

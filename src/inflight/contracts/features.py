@@ -166,3 +166,9 @@ REFUSALS = (
         "its texts run whole, and nothing of them is cached",
     ),
 )
+
+
+def table() -> str:
+    """`REFUSALS` as a Markdown table, for the documents."""
+    rows = (f"| {', '.join(each.features)} | {each.model} | {each.reason} |" for each in REFUSALS)
+    return "\n".join(["| not supported | with | because |", "|---|---|---|", *rows])

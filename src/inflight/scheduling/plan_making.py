@@ -5,7 +5,7 @@ from collections.abc import Sequence as SequenceOf
 
 from inflight.contracts.plan import SlotAssignment, Span, StepPlan
 from inflight.scheduling.sequence import Sequence
-from inflight.scheduling.slots import Slots
+from inflight.scheduling.sequences import Slots
 
 
 def make_plan(

@@ -21,6 +21,6 @@ def check_replicas(replicas: object, num_ranks: int = 1, system: Path = SYSTEM) 
 
 def best_number(system: Path = SYSTEM) -> int:
     """How many replicas are fastest here: one for each NUMA node of which this process may use the cores. (Several on
-    one node read the same weights several times, each for fewer sequences: docs/performance.md.)"""
+    one node read the same weights several times, each for fewer sequences: docs/replicas.md.)"""
     sizes = list(map(len, cores_of_nodes(system).values()))
     return min(len(sizes), ceil(usable_cores(system) / max(sizes)))

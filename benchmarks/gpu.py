@@ -51,7 +51,7 @@ def main() -> None:
     prompts, params = workload(arguments.num_requests, config)
     llm.generate(prompts[:8], SamplingParams(temperature=0, max_tokens=16, ignore_eos=True), use_tqdm=False)
     roofline = Roofline(llm, measured_bandwidth(device))
-    llm.engine.observer = roofline.see
+    llm.engine.observer = roofline.observe
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     start = time.perf_counter()
@@ -139,7 +139,7 @@ class Roofline:
         self._weight_bytes = num_bytes if tied else num_bytes - embeddings.numel() * embeddings.element_size()
         self._bytes_per_token = llm.model_info.kv_bytes_per_token
 
-    def see(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Count one step."""
         visible = sum(span.start + span.length for span in record.spans)
         self.num_steps += 1

@@ -63,8 +63,8 @@ def record_cost(num_slots: int) -> float:
     with tempfile.TemporaryDirectory() as folder, Recorder(Path(folder) / "recording", config) as recorder:
         start = time.process_time()
         for step in range(NUM_STEPS):
-            record: StepRecord = watch.record(watch.see_plan(plan), step, time.monotonic(), 0.004321)
-            recorder.see(record)
+            record: StepRecord = watch.record(watch.observe_plan(plan), step, time.monotonic(), 0.004321)
+            recorder.observe(record)
         return (time.process_time() - start) / NUM_STEPS
 
 

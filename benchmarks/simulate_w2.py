@@ -60,7 +60,7 @@ def tokens(rng: random.Random, count: int) -> list[int]:
 def run(engine: Engine, workload: Workload, path: Path) -> Recording:
     """Run all requests at once and record the run."""
     with Recorder(path, engine.config, engine.model_info) as recorder:
-        engine.observer = recorder.see
+        engine.observer = recorder.observe
         for number, (prompt, count) in enumerate(workload):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
             engine.submit(engine.accept(str(number), prompt, params))

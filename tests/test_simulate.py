@@ -208,7 +208,7 @@ def test_a_simulated_run_can_be_recorded_and_simulated_again(tmp_path: Path) -> 
     load = SyntheticLoad(num_requests=30, rate=3.0, prompt_tokens=Lengths("exponential", 40), shared_prefix_tokens=16)
     config = EngineConfig(max_num_seqs=4, num_blocks=80)
     with Recorder(tmp_path / "run", config) as recorder:
-        report = simulate(load, config, COST, observer=recorder.see)
+        report = simulate(load, config, COST, observer=recorder.observe)
     recording = read_recording(tmp_path / "run")
     assert flat(report_of(recording)) == pytest.approx(flat(report), rel=1e-5)
     again = simulate(replay(recording), config, fit_cost([recording]))
@@ -267,7 +267,7 @@ def test_percentiles_match_numpy() -> None:
     log, rng = RunLog(1, 1), np.random.default_rng(0)
     firsts, lasts = rng.random(1000), 1 + rng.random(1000)
     for first, last in zip(firsts, lasts, strict=True):
-        log.see_sequence(-1.0, first, last, 5)
+        log.observe_sequence(-1.0, first, last, 5)
     report = log.report(2.0, num_preemptions=0, num_prompt_tokens=10, num_cached_tokens=1)
 
     def percentiles(values: Any) -> Percentiles:
@@ -284,8 +284,8 @@ def test_percentiles_match_numpy() -> None:
 
 def test_the_mean_number_of_blocks_is_weighted_by_time() -> None:
     log = RunLog(1, 100)
-    log.see_step(1, 10, 3.0)
-    log.see_step(1, 50, 1.0)
+    log.observe_step(1, 10, 3.0)
+    log.observe_step(1, 50, 1.0)
     report = log.report(4.0, num_preemptions=0, num_prompt_tokens=0, num_cached_tokens=0)
     assert (report.mean_blocks_used, report.peak_blocks_used) == (20.0, 50)
 
@@ -349,7 +349,7 @@ def synthetic_recording(cost: StepCost, noise: float = 0.0, outliers: int = 0) -
     steps: list[StepRecord] = []
     rng, clock = np.random.default_rng(0), 0.0
 
-    def see(record: StepRecord) -> None:
+    def observe(record: StepRecord) -> None:
         nonlocal clock
         seconds = cost.seconds(load_of(record)) * float(np.exp(rng.normal(0.0, noise)))
         if outliers and record.step % outliers == 0:
@@ -357,7 +357,7 @@ def synthetic_recording(cost: StepCost, noise: float = 0.0, outliers: int = 0) -
         steps.append(replace(record, start_time=clock, duration=seconds))
         clock += seconds
 
-    simulate(load, config, COST, observer=see)
+    simulate(load, config, COST, observer=observe)
     return Recording(config, None, {}, steps)
 
 

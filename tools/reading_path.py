@@ -50,16 +50,16 @@ def files_on_the_path() -> list[Path]:
     llm = LLM(record_forward=False, speculation="off")
     reached: dict[str, None] = {}
 
-    def see(frame: FrameType, event: str, argument: Any) -> None:
+    def observe(frame: FrameType, event: str, argument: Any) -> None:
         if event == "call" and frame.f_code.co_filename.startswith(folder) and frame.f_code.co_name != "<module>":
             reached.setdefault(frame.f_code.co_filename)
 
     params = [SamplingParams(temperature=0, max_tokens=8), SamplingParams(max_tokens=8)]
     (session,) = llm._client.sessions().values()
-    session.send(lambda: sys.setprofile(see))  # type: ignore[arg-type]  # in the engine's thread
+    session.send(lambda: sys.setprofile(observe))  # type: ignore[arg-type]  # in the engine's thread
     llm.stats()
     reached.clear()
-    sys.setprofile(see)
+    sys.setprofile(observe)
     try:
         llm.generate(["Once upon a time", "One morning"], params, use_tqdm=False)
     finally:

@@ -27,7 +27,7 @@ class StepTimes:
         self._numbers: list[int] = []  # how many steps it is the average of
         self._least: list[float] = []  # the least average of this size and all larger ones
 
-    def see(self, num_tokens: int, seconds: float) -> None:
+    def observe(self, num_tokens: int, seconds: float) -> None:
         """Learn from one step."""
         size = SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
         place = bisect_left(self._sizes, size)

@@ -86,9 +86,9 @@ class Jobs:
         file = self.files.add(new, "", "requests.jsonl", "batch")
         return self.ledger.create(file.id, endpoint, "24h", seconds, **options)
 
-    def worker(self, answerer: Any, max_in_work: int = 4, see: Callable[[Batch], None] = lambda _: None) -> Worker:
+    def worker(self, answerer: Any, max_in_work: int = 4, observe: Callable[[Batch], None] = lambda _: None) -> Worker:
         """Somebody to do them."""
-        return Worker(self.ledger, self.files, answerer, max_in_work, see, self.clock)
+        return Worker(self.ledger, self.files, answerer, max_in_work, observe, self.clock)
 
     def finish(self, answerer: Any, **options: Any) -> None:
         """Do them all."""

@@ -13,12 +13,12 @@ NUM_LINES = 60
 def main() -> None:
     jobs = Jobs(Path(sys.argv[1]))
 
-    def see(batch: Batch) -> None:
+    def observe(batch: Batch) -> None:
         os.unlink(f"/mark/{batch.status} {batch.num_completed}")
 
     batch = jobs.create(requests(range(NUM_LINES)))
     os.unlink(f"/mark/created {batch.id}")
-    jobs.finish(Echo(), max_in_work=5, see=see)
+    jobs.finish(Echo(), max_in_work=5, observe=observe)
     jobs.database.close()
 
 

@@ -63,10 +63,10 @@ class Page:
         self.complaints: list[str] = []
         page.on("console", lambda message: self.complaints.append(f"{message.type}: {message.text}"))
         page.on("pageerror", lambda error: self.complaints.append(f"error: {error}"))
-        page.on("requestfailed", self._see_failure)
+        page.on("requestfailed", self._observe_failure)
         page.set_default_timeout(MOST_MILLISECONDS)
 
-    def _see_failure(self, request: "sync_api.Request") -> None:
+    def _observe_failure(self, request: "sync_api.Request") -> None:
         if request.failure != "net::ERR_ABORTED":  # as the page does when it is told to stop, or is left
             self.complaints.append(f"failed: {request.url} {request.failure}")
 

@@ -85,10 +85,10 @@ def test_a_profile_tells_how_long_its_steps_take(clock: SimpleNamespace, monkeyp
 def test_show_tells_how_long_its_steps_take(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[float] = []
     durations: list[float] = []
-    see = StepCapture.see
+    observe = StepCapture.observe
 
     def watch(capture: StepCapture, record: StepRecord) -> None:
-        see(capture, record)
+        observe(capture, record)
         durations.append(record.duration)
 
     monkeypatch.setattr(StepCapture, "see", watch)

@@ -105,11 +105,11 @@ def selected_by(expression: str) -> set[str]:
     """The names of the series that an expression selects."""
     names: set[str] = set()
 
-    def see(node: promql.Expr) -> None:
+    def observe(node: promql.Expr) -> None:
         if isinstance(node, promql.VectorSelector):
             names.add(node.name)
 
-    promql.walk(promql.parse(expression), see)
+    promql.walk(promql.parse(expression), observe)
     return names
 
 

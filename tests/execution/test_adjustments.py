@@ -40,7 +40,7 @@ def adjuster_of(
     token_ids = [*prompt, *output[:num_known]]
     adjuster = Adjuster(SlotAssignment(0, 0, 0, token_ids, len(prompt), params, **more))  # type: ignore[arg-type]
     for position, token_id in enumerate(output[num_known:], len(prompt) + num_known):
-        adjuster.see(position, token_id)
+        adjuster.observe(position, token_id)
     return adjuster
 
 
@@ -120,7 +120,7 @@ def test_a_token_is_counted_once_even_if_its_step_is_repeated() -> None:
     params = SamplingParams(frequency_penalty=1.0)
     once, again = adjuster_of(params, [1], [5, 5, 6]), adjuster_of(params, [1], [5, 5, 6])
     for position, token_id in ((1, 5), (2, 5), (3, 6)):
-        again.see(position, token_id)
+        again.observe(position, token_id)
     assert torch.equal(adjusted(random_logits(), once), adjusted(random_logits(), again))
 
 
@@ -149,7 +149,7 @@ def test_the_sampler_changes_only_the_rows_with_adjustments(dtype: torch.dtype) 
     seen: list[tuple[int, ...]] = []
     for position in range(12):
         for adjuster, token_id in zip(adjusters, token_ids, strict=True):
-            adjuster.see(position, token_id)
+            adjuster.observe(position, token_id)
         token_ids = decode(sampler, logits, slots, position, token_ids)
         assert token_ids == adjusted(logits.float(), *adjusters).argmax(-1).tolist()
         seen.append(tuple(token_ids))

@@ -81,7 +81,7 @@ class Script:
         await self._running.__aenter__()
         self._client = await OpenAIClient(self.server.url).__aenter__()
         self._run = asyncio.create_task(
-            run_load(self._client, PATH, self._planned, clock=self.clock, watch=self._see, **self._options)
+            run_load(self._client, PATH, self._planned, clock=self.clock, watch=self._observe, **self._options)
         )
         return self
 
@@ -104,7 +104,7 @@ class Script:
     async def _behave(self, exchange: Exchange) -> None:
         await self._ends[self.server.exchanges.index(exchange)].wait()
 
-    def _see(self, tally: Tally) -> None:
+    def _observe(self, tally: Tally) -> None:
         self.tallies.append((tally.num_sent, tally.num_completed, tally.num_failed))
 
 

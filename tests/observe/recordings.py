@@ -39,7 +39,7 @@ def run_recorded(
     engine = Engine(model or zoo.build("llama"), EngineConfig(**{"speculation": "off"} | (options or TIGHT)))
     records: list[StepRecord] = []
     with Recorder(path, engine.config, engine.model_info) as recorder:
-        engine.observer = observe_with(recorder.see, None, records.append)
+        engine.observer = observe_with(recorder.observe, None, records.append)
         for number, (prompt, count) in enumerate(zip(prompts, num_tokens, strict=True)):
             engine.submit(engine.accept(f"<{number}>", prompt, params(count, n=n, temperature=float(n > 1))))
         while engine.has_unfinished_requests:

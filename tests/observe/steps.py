@@ -17,7 +17,7 @@ def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 
     build = zoo.build if name in zoo.ARCHITECTURES else others.build
     engine = Engine(build(name), EngineConfig(**{"max_num_batched_tokens": 10, "speculation": "off", **options}))
     capture = StepCapture(engine.runner.witness_attention(), [step])
-    engine.observer = capture.see
+    engine.observer = capture.observe
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=step + 1, n=n)
         engine.submit(engine.accept(str(number), prompt, params))

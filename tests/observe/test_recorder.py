@@ -21,7 +21,7 @@ EMPTY = StepRecord(0, 0.0, 0.5, (), 0, 0, 0, 0, 0, 0, 0, 8)
 
 def arrivals_of(path: Path, *arrivals: ArrivalRecord, block_size: int = 4) -> list[ArrivalRecord]:
     with Recorder(path, EngineConfig(block_size=block_size)) as recorder:
-        recorder.see(replace(EMPTY, arrivals=arrivals))
+        recorder.observe(replace(EMPTY, arrivals=arrivals))
     return read_recording(path).arrivals
 
 
@@ -169,7 +169,7 @@ def test_a_file_that_is_not_a_recording_is_refused(tmp_path: Path, content: str,
 
 def test_a_broken_line_is_reported_with_its_number(tmp_path: Path) -> None:
     with Recorder(tmp_path / "run", EngineConfig()) as recorder:
-        recorder.see(EMPTY)
+        recorder.observe(EMPTY)
     with (tmp_path / "run").open("a") as file:
         file.write('{"step": 1}\n')
     with pytest.raises(ValueError, match="line 3 of the recording"):

@@ -34,7 +34,7 @@ def test_full_files_move_on_and_the_oldest_goes(llm: LLM, tmp_path: Path) -> Non
     path, seen = tmp_path / "run.jsonl", records(llm)
     whole = RotatingRecorder(RecordTo(path=str(path)), llm.engine.config, llm.model_info)
     for record in seen:
-        whole.see(record)
+        whole.observe(record)
     whole.close()
     size = path.stat().st_size
     steps = read_recording(path).steps
@@ -42,7 +42,7 @@ def test_full_files_move_on_and_the_oldest_goes(llm: LLM, tmp_path: Path) -> Non
     to = RecordTo(path=str(path), max_bytes=size // 2, num_files=3)
     rotating = RotatingRecorder(to, llm.engine.config, llm.model_info)
     for record in seen * 3:
-        rotating.see(record)
+        rotating.observe(record)
     rotating.close()
     names = sorted(each.name for each in tmp_path.iterdir())
     assert names == ["run.jsonl", "run.jsonl.1", "run.jsonl.2"]
@@ -56,7 +56,7 @@ def test_files_of_one_engine_have_the_same_prefixes(llm: LLM, tmp_path: Path) ->
     path, seen = tmp_path / "run.jsonl", [record for record in records(llm) if record.arrivals]
     rotating = RotatingRecorder(RecordTo(path=str(path), max_bytes=1), llm.engine.config, llm.model_info)
     for record in seen:
-        rotating.see(record)
+        rotating.observe(record)
     rotating.close()
     first, second = (read_recording(tmp_path / f"run.jsonl.{number}").arrivals[0] for number in (2, 1))
     assert first.prompt_token_ids[:16] == second.prompt_token_ids[:16] != [0] * 16
@@ -69,10 +69,10 @@ def test_a_recording_that_cannot_be_written_ends_with_a_line(
     folder.mkdir()
     to = RecordTo(path=str(folder / "run.jsonl"), max_bytes=1)
     rotating = RotatingRecorder(to, llm.engine.config, llm.model_info)
-    rotating.see(seen[0])
+    rotating.observe(seen[0])
     shutil.rmtree(folder)
     for record in seen[1:]:
-        rotating.see(record)
+        rotating.observe(record)
     rotating.close()
     (line,) = (record.message for record in caplog.records)
     assert line.startswith("steps are not recorded any more: the recording '")

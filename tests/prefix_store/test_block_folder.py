@@ -16,7 +16,7 @@ def put(folder: BlockFolder, digest: bytes, size: int = 100, age: float = 0.0) -
     folder.make_place(path)
     path.write_bytes(bytes(size))
     os.utime(path, (path.stat().st_mtime - age,) * 2)
-    folder.see_written(size)
+    folder.observe_written(size)
     return path
 
 
@@ -49,7 +49,7 @@ def test_what_was_not_used_for_longest_goes_first(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path, ONE, 1000)
     paths = [put(folder, bytes([number]) * 32, age=100.0 - number) for number in range(10)]
     assert all(path.exists() for path in paths)
-    folder.see_use(paths[0])
+    folder.observe_use(paths[0])
     put(folder, ONE)
     left = [path.exists() for path in paths]
     assert left[0]
@@ -108,7 +108,7 @@ def test_what_is_pinned_stays(tmp_path: Path) -> None:
         put(folder, bytes([100 + number]) * 32)
         assert sum(path.stat().st_size for path in tmp_path.glob("*/*/*")) <= 1000
     assert all(path.exists() for path in pinned)
-    folder.see_use(pinned[0])
+    folder.observe_use(pinned[0])
     folder.pin(pinned)  # again
     with pytest.raises(ValueError, match=r"200 bytes cannot be pinned .* 400 are already, and 500 may be"):
         folder.pin(sorted(set(tmp_path.glob("*/*/*")) - set(pinned))[:2])

@@ -167,11 +167,11 @@ def test_a_folder_that_vanishes_is_made_again(store: PrefixStore, tmp_path: Path
 
 def test_nothing_is_loaded_where_computing_is_faster(store: PrefixStore) -> None:
     assert store.is_faster(100, 1)
-    store.see_prefill(1000, 1.0)
+    store.observe_prefill(1000, 1.0)
     assert store.is_faster(1, 16)
-    store.see_prefill(10**9, 1e-3)
+    store.observe_prefill(10**9, 1e-3)
     for _ in range(200):
-        store.see_prefill(10**9, 1e-3)
+        store.observe_prefill(10**9, 1e-3)
     assert not store.is_faster(1, 16)
 
 

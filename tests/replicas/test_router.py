@@ -137,7 +137,7 @@ def test_the_line_is_learned_on_machines_of_any_speed(scale: float) -> None:
     for _ in range(300):
         load = Load(rng.randrange(1, 4000), rng.randrange(40))
         seconds = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
-        expectation.see_first_token(load, seconds * rng.uniform(0.9, 1.1))
+        expectation.observe_first_token(load, seconds * rng.uniform(0.9, 1.1))
     for load in (Load(10, 3), Load(2000, 0), Load(500, 30)):
         exact = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
         assert expectation.seconds(load) == pytest.approx(exact, rel=0.1)
@@ -147,22 +147,22 @@ def test_what_is_expected_grows_with_load_whatever_was_seen() -> None:
     rng = random.Random(2)
     expectation = Expectation(8)
     for _ in range(200):
-        expectation.see_first_token(Load(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
-        expectation.see_run(rng.expovariate(0.1))
+        expectation.observe_first_token(Load(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
+        expectation.observe_run(rng.expovariate(0.1))
         here = expectation.seconds(Load(500, 4))
         assert 0 <= here <= expectation.seconds(Load(600, 4)) <= expectation.seconds(Load(600, 5))
 
 
 def test_beyond_the_slots_one_waits_for_others_ends() -> None:
     expectation = Expectation(4)
-    expectation.see_run(8.0)
+    expectation.observe_run(8.0)
     assert expectation.seconds(Load(0, 4)) - expectation.seconds(Load(0, 3)) >= 2.0
 
 
 def test_a_stall_is_forgotten() -> None:
     expectation = Expectation(64)
     for number in range(100):
-        expectation.see_first_token(Load(100, 0), 60.0 if number == 50 else 0.1)
+        expectation.observe_first_token(Load(100, 0), 60.0 if number == 50 else 0.1)
     assert expectation.seconds(Load(100, 0)) < 0.12
 
 

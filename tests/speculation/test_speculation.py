@@ -33,7 +33,7 @@ def times(fixed: float, per_token: float) -> StepTimes:
     """Steps of these costs, all known."""
     known = StepTimes()
     for number in range(1, 129):
-        known.see(number, fixed + per_token * number)
+        known.observe(number, fixed + per_token * number)
     return known
 
 
@@ -83,7 +83,7 @@ def share_of_time(guesser: Slow, num_accepted: int, num_steps: int = 5000) -> fl
         num_guessed = 0
         if speculation.is_ready:
             num_guessed = sum(map(len, speculation.guess(candidates(1), 1, 1, 100)))
-        speculation.see(1 + num_guessed, 0.001, num_guessed, min(num_accepted, num_guessed), 1)
+        speculation.observe(1 + num_guessed, 0.001, num_guessed, min(num_accepted, num_guessed), 1)
     return guesser.now / (num_steps * 0.001)
 
 
@@ -128,13 +128,13 @@ def test_what_is_taken_is_never_expected_to_be_slower_than_nothing(
 
 def test_nothing_is_guessed_until_a_step_without_guesses_has_run_and_now_and_then_one_has_none() -> None:
     speculation = Speculation(Told([0.9] * 4), 4)
-    speculation.times.see(64, 1.0)
+    speculation.times.observe(64, 1.0)
     assert list(speculation.guess(candidates(1), 1, 1, 100)[0]) == []
-    speculation.see(1, 1.0, 0, 0, 1)
+    speculation.observe(1, 1.0, 0, 0, 1)
     num_guessed = []
     for _ in range(4 + 1 + 8 + 1 + 16 + 1):
         num_guessed.append(len(speculation.guess(candidates(1), 1, 1, 100)[0]))
-        speculation.see(1 + num_guessed[-1], 1.0, num_guessed[-1], num_guessed[-1], 1)
+        speculation.observe(1 + num_guessed[-1], 1.0, num_guessed[-1], num_guessed[-1], 1)
     assert num_guessed == [*[4] * 4, 0, *[4] * 8, 0, *[4] * 16, 0]
 
 
@@ -143,7 +143,7 @@ def test_hopes_that_never_come_true_are_given_up_and_in_the_end_tried_again() ->
 
     def num_guessed() -> int:
         (guess,) = speculation.guess(candidates(1), 1, 1, 1000)
-        speculation.see(1 + len(guess), 1.0 + 0.2 * (1 + len(guess)), len(guess), 0, 1)
+        speculation.observe(1 + len(guess), 1.0 + 0.2 * (1 + len(guess)), len(guess), 0, 1)
         return len(guess)
 
     assert num_guessed() > 0

@@ -24,7 +24,7 @@ def mixed_step() -> Drawing:
         [STEP],
         lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
     )
-    llm.engine.observer = capture.see
+    llm.engine.observer = capture.observe
     llm.generate(list(PROMPTS), SamplingParams(temperature=0, max_tokens=4, ignore_eos=True), use_tqdm=False)
     (view,) = capture.views
     numbers = {

@@ -21,8 +21,8 @@ class GroupCommit:
         see: called with the job each time.
     """
 
-    def __init__(self, write: Callable[[list[Result]], Batch], see: Callable[[Batch], None]) -> None:
-        self._write, self._see = write, see
+    def __init__(self, write: Callable[[list[Result]], Batch], observe: Callable[[Batch], None]) -> None:
+        self._write, self._observe = write, observe
         self._waiting: list[tuple[Result, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
         self._is_ending = asyncio.Event()
@@ -52,7 +52,7 @@ class GroupCommit:
                     if not saved.done():
                         saved.set_exception(error)
             else:
-                self._see(batch)
+                self._observe(batch)
                 for _, saved in together:
                     if not saved.done():
                         saved.set_result(None)

@@ -78,11 +78,11 @@ class Worker:
         files: Files,
         answerer: Answerer,
         max_in_work: int,
-        see: Callable[[Batch], None] = lambda _: None,
+        observe: Callable[[Batch], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger, self._files, self._answerer = ledger, files, answerer
-        self._max_in_work, self._see, self._clock = max_in_work, see, clock
+        self._max_in_work, self._observe, self._clock = max_in_work, observe, clock
         self._news = asyncio.Event()
         self._answering: tuple[str, asyncio.Task[None]] | None = None
 
@@ -97,7 +97,7 @@ class Worker:
             if self._answering is not None and self._answering[0] == batch_id:
                 self._answering[1].cancel()
             self.notify()
-        self._see(batch)
+        self._observe(batch)
         return batch
 
     async def run(self) -> None:
@@ -123,7 +123,7 @@ class Worker:
         batch = await asyncio.to_thread(self._ledger.next_unfinished)
         if batch is None:
             return False
-        self._see(batch)
+        self._observe(batch)
         if batch.status == "validating":
             batch = await self._validate(batch)
         if batch.status == "in_progress":
@@ -136,13 +136,13 @@ class Worker:
             batch = await self._advance(batch, "finalizing")
             code, message = GIVEN_UP[batch.ends_as]
             batch = await asyncio.to_thread(self._ledger.finalize, batch.id, code, message)
-            self._see(batch)
+            self._observe(batch)
             await asyncio.to_thread(self._ledger.remove_lines, batch.id)
         return True
 
     async def _advance(self, batch: Batch, to: Status) -> Batch:
         batch = await asyncio.to_thread(self._ledger.advance, batch.id, to)
-        self._see(batch)
+        self._observe(batch)
         return batch
 
     # ------------------------------------------------------------------------------------- reading lines
@@ -171,7 +171,7 @@ class Worker:
             return await self._advance(batch, "in_progress")
         errors.sort(key=lambda error: error.line or 0)
         batch = await asyncio.to_thread(self._ledger.fail, batch.id, errors[:MAX_ERRORS])
-        self._see(batch)
+        self._observe(batch)
         await asyncio.to_thread(self._ledger.remove_lines, batch.id)
         return batch
 
@@ -179,7 +179,7 @@ class Worker:
 
     async def _answer_all(self, batch: Batch) -> Batch:
         """Answer a job's requests until all are answered, its time is up, or it is cancelled."""
-        results = GroupCommit(partial(self._ledger.add_results, batch.id), self._see)
+        results = GroupCommit(partial(self._ledger.add_results, batch.id), self._observe)
         answering = asyncio.create_task(self._answer_lines(batch, results))
         self._answering = (batch.id, answering)
         seconds = None if batch.expires_at is None else max(0.0, batch.expires_at - self._clock())

@@ -211,7 +211,7 @@ async def _work(
 
     bar: ProgressBar | None = None
 
-    def see(now: "Batch") -> None:
+    def observe(now: "Batch") -> None:
         nonlocal bar, job
         if now.status == "in_progress":
             num_done = now.num_completed + now.num_failed
@@ -224,7 +224,7 @@ async def _work(
         job = now
 
     app = create_app(llm, settings)
-    worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, see)
+    worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, observe)
     try:
         async with app.router.lifespan_context(app):
             spare_what_stays()

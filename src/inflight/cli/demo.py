@@ -75,13 +75,13 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     llm = LLM(max_num_seqs=slots)
     view, log = SlotView(slots, len(PROMPTS)), RunLog(slots, llm.model_info.num_blocks)
 
-    def see(record: StepRecord) -> None:
-        view.see(record)
-        log.see_step(len(record.spans), record.num_blocks_used, record.duration)
+    def observe(record: StepRecord) -> None:
+        view.observe(record)
+        log.observe_step(len(record.spans), record.num_blocks_used, record.duration)
         if slow:
             time.sleep(0.01 * len(record.spans))
 
-    llm.engine.observer = see
+    llm.engine.observer = observe
     texts = [text for text, _ in PROMPTS]
     params = [SamplingParams(temperature=0.8, top_p=0.95, seed=i, max_tokens=m) for i, (_, m) in enumerate(PROMPTS)]
     num_tokens, start = 0, time.monotonic()

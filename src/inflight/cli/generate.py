@@ -158,7 +158,7 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
     from inflight.observe.recorder import Recorder
 
     with Recorder(path, llm.config, llm.model_info) as recorder:
-        llm.engine.observer = recorder.see
+        llm.engine.observer = recorder.observe
         try:
             yield
         finally:

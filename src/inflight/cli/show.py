@@ -98,12 +98,12 @@ def show(
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
     capture = StepCapture(llm.engine.runner.witness_attention(), wanted, token_text)
 
-    def see(record: StepRecord) -> None:
-        capture.see(record)
+    def observe(record: StepRecord) -> None:
+        capture.observe(record)
         if record.step == 0:
             say_if_long(record.duration * (1 + max(wanted or [min(caps)])))
 
-    llm.engine.observer = see
+    llm.engine.observer = observe
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         try:

@@ -102,7 +102,7 @@ def simulate(
     )  # fmt: skip
     model = like.model if like else None
     with ExitStack() as stack:
-        observer = stack.enter_context(Recorder(record, config)).see if record else None
+        observer = stack.enter_context(Recorder(record, config)).observe if record else None
         if replicas > 1:
             report = simulate_replicas(
                 requests, config, watched or cost, replicas, routing, model=model, guesses=guesses

@@ -274,7 +274,7 @@ class Engine:
         self._num_requests += 1
         self.scheduler.submit(request)
         if self.observer:
-            self._watch.see_arrival(
+            self._watch.observe_arrival(
                 ArrivalRecord(
                     request.request_id,
                     time.monotonic(),
@@ -337,8 +337,8 @@ class Engine:
             self._expire(request_id, start_time)
         plan, planned = self.scheduler.plan(), None
         if plan is not None:
-            self._see_assignments(plan, start_time)
-            planned = self._watch.see_plan(plan) if self.observer else None
+            self._observe_assignments(plan, start_time)
+            planned = self._watch.observe_plan(plan) if self.observer else None
             self._run(plan)
         self._reporter.report()
         self._num_generated_tokens += sum(len(each.new_token_ids) for each in self._reporter.outbox)
@@ -359,10 +359,10 @@ class Engine:
             if plan is None and self.scheduler.persistence.is_waiting:
                 self._store.wait(LONGEST_WAIT)
 
-    def _see_assignments(self, plan: StepPlan, now: float) -> None:
+    def _observe_assignments(self, plan: StepPlan, now: float) -> None:
         """Some sequences have moved into slots: note the time, and follow their grammars."""
         for assignment in plan.assignments:
-            accepted = self._reporter.see_assignment(assignment, now)
+            accepted = self._reporter.observe_assignment(assignment, now)
             if accepted.grammar is not None:
                 self.constraints.add(assignment.sequence_id, accepted.grammar)
 
@@ -386,7 +386,7 @@ class Engine:
         of_sequence = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
             if span_tokens.prompt_scores:
-                self._reporter.see_prompt_scores(span, span_tokens.prompt_scores)
+                self._reporter.observe_prompt_scores(span, span_tokens.prompt_scores)
             of_sequence[span.sequence_id] = span_tokens
         progress = self.scheduler.commit(plan, [span_tokens.token_ids for span_tokens in given])
         errors = {}
@@ -428,16 +428,16 @@ class Engine:
             num_guessed = sum(span.num_guessed for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
-            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+            self._speculation.observe(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
         if self.prefill_limit is None and self._store is None:
             return
         prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]
         if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
-            self._store.see_prefill(sum(prefills), seconds)
+            self._store.observe_prefill(sum(prefills), seconds)
         if self.prefill_limit is None:
             return
-        self.prefill_limit.see(plan.num_tokens - sum(prefills), sum(prefills), seconds)
+        self.prefill_limit.observe(plan.num_tokens - sum(prefills), sum(prefills), seconds)
         if self.config.max_prefill_tokens_per_step is None:
             self.scheduler.limit_prefill = self.prefill_limit.num_tokens
 

@@ -90,8 +90,8 @@ class LiveFeed:
         if record_to is not None:
             self._recorder = RotatingRecorder(record_to, engine.config, engine.model_info)
         self._is_watched, self._others, self._blocks_due = True, engine.observer, 0.0
-        recorder = None if self._recorder is None else self._recorder.see
-        engine.observer = observe_with(self._others, recorder, self._see)
+        recorder = None if self._recorder is None else self._recorder.observe
+        engine.observer = observe_with(self._others, recorder, self._observe)
 
     def _begin(self) -> None:
         """The time between two looks begins."""
@@ -99,7 +99,7 @@ class LiveFeed:
         self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self._num_steps, self._busy_seconds, self._num_preempted = 0, 0.0, 0
 
-    def _see(self, record: StepRecord) -> None:
+    def _observe(self, record: StepRecord) -> None:
         if record.start_time - self._last_look > SECONDS_TO_ASK_AGAIN:
             self.close()
             return

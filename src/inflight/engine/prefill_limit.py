@@ -50,14 +50,14 @@ class PrefillLimit:
             return None
         return max(MIN_TOKENS, int(self.stretch * max(alone / self._seconds_per_token, num_decodes)))
 
-    def see(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
+    def observe(self, num_decodes: int, num_prefill_tokens: int, seconds: float) -> None:
         """Learn from one step, which took `seconds`.
 
         Args:
             num_decodes: its tokens that are no prefill, guesses among them.
         """
         if num_prefill_tokens == 0:
-            self._decode_times.see(num_decodes, seconds)
+            self._decode_times.observe(num_decodes, seconds)
         elif num_prefill_tokens >= MIN_TOKENS:
             alone = (self._decode_times.seconds(num_decodes) or 0.0) if num_decodes else 0.0
             per_token = max(seconds - alone, seconds * LEAST_SHARE) / num_prefill_tokens

@@ -90,7 +90,7 @@ class Reporter:
             texts = [OutputText.of_request(self._tokenizer, request.prompt_token_ids, params) for _ in texts]
         self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
 
-    def see_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
+    def observe_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
         """A sequence moves into a slot. Returns its request."""
         sequence = self._scheduler.running(assignment.sequence_id)
         live = self._requests[sequence.request.request_id]
@@ -98,7 +98,7 @@ class Reporter:
             live.first_scheduled_times[sequence.index] = now
         return live.accepted
 
-    def see_prompt_scores(self, span: Span, scores: SequenceOf[TokenScore]) -> None:
+    def observe_prompt_scores(self, span: Span, scores: SequenceOf[TokenScore]) -> None:
         """Keep the scores of a span's `scored_ids` until they can be reported; call it before the commit."""
         sequence = self._scheduler.running(span.sequence_id)
         so_far = self._requests[sequence.request.request_id].prompt_scores

@@ -37,11 +37,11 @@ class StepWatch:
         """The scheduler has started over: nobody has a slot."""
         self._owners: list[Sequence | None] = [None] * self._scheduler.limits.max_num_seqs
 
-    def see_arrival(self, arrival: ArrivalRecord) -> None:
+    def observe_arrival(self, arrival: ArrivalRecord) -> None:
         """Put a submitted request into the next record."""
         self._arrivals.append(arrival)
 
-    def see_plan(self, plan: StepPlan) -> PlannedStep:
+    def observe_plan(self, plan: StepPlan) -> PlannedStep:
         """Look at a plan. Call it before the commit, which may remove the plan's sequences."""
         owners, find = self._owners, self._scheduler.running
         preempted = tuple(

@@ -15,7 +15,7 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
     account = Run(requests, **options)
     slots: dict[int, int] = {}
 
-    def see(record: StepRecord) -> None:
+    def observe(record: StepRecord) -> None:
         spans = {}
         for span in record.spans:
             request = int(span.request_id)
@@ -34,7 +34,7 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
         )
         engine.submit(engine.accept(str(number), requests[number].prompt_token_ids, params))
 
-    before, engine.observer = engine.observer, see
+    before, engine.observer = engine.observer, observe
     queue = deque(range(len(requests)))
     try:
         while queue or engine.has_unfinished_requests:

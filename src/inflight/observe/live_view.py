@@ -28,7 +28,7 @@ class SlotView:
         self._num_requests = num_requests
         self._num_finished = 0
 
-    def see(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Show this step."""
         self._record = record
         self._lanes = [None] * len(self._lanes)

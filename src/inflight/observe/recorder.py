@@ -3,7 +3,7 @@
 The first line has the engine's configuration, the model and the machine; each further line is a `StepRecord`. Prompts
 are not kept. For each full block of a prompt there is only a hash of it and all blocks before it, under a key that is
 discarded: a replay can share prefixes as the run did, but no text can be recovered. Knows no engine: the code that runs
-steps calls `see`.
+steps calls `observe`.
 """
 
 import json
@@ -85,7 +85,7 @@ class Recorder:
         header = {"inflight_recording": FORMAT, "config": asdict(config), "machine": describe_machine()}
         self._write({**header, "model": None if model is None else asdict(model)})
 
-    def see(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Record one step."""
         line: dict[str, Any] = {name: getattr(record, name) for name in STEP_FIELDS}
         if record.arrivals:
@@ -147,11 +147,11 @@ def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[S
     """Return one observer that calls several in order; None is skipped."""
     present = [observer for observer in observers if observer is not None]
 
-    def see(record: StepRecord) -> None:
+    def observe(record: StepRecord) -> None:
         for observer in present:
             observer(record)
 
-    return see
+    return observe
 
 
 def read_recording(path: Path) -> Recording:

@@ -37,10 +37,10 @@ class RotatingRecorder:
         self._last_flush = clock()
         self._trying(self._begin)
 
-    def see(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Record one step."""
         if self._recorder is not None:
-            self._trying(lambda: self._see(record))
+            self._trying(lambda: self._observe(record))
 
     def flush(self) -> None:
         """Write what is still buffered."""
@@ -54,10 +54,10 @@ class RotatingRecorder:
             self._trying(self._recorder.close)
             self._recorder = None
 
-    def _see(self, record: StepRecord) -> None:
+    def _observe(self, record: StepRecord) -> None:
         recorder = self._recorder
         assert recorder is not None
-        recorder.see(record)
+        recorder.observe(record)
         if recorder.num_bytes >= self._to.max_bytes:
             recorder.close()
             self._begin()

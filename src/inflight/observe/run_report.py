@@ -138,7 +138,7 @@ class RunLog:
         """The share of all slots, over all steps so far, in which a sequence ran."""
         return self.num_spans / max(1, self.num_steps * self.num_slots)
 
-    def see_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
+    def observe_step(self, num_spans: int, num_blocks_used: int, seconds: float) -> None:
         """Add a step that took `seconds` and left `num_blocks_used` blocks in use."""
         self.num_steps += 1
         self.num_spans += num_spans
@@ -146,12 +146,12 @@ class RunLog:
         self.seconds_of_blocks += seconds * num_blocks_used
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
 
-    def see_guesses(self, num_guessed: int, num_accepted: int) -> None:
+    def observe_guesses(self, num_guessed: int, num_accepted: int) -> None:
         """Add guessed tokens that were computed, and how many were right."""
         self.num_guessed_tokens += num_guessed
         self.num_accepted_tokens += num_accepted
 
-    def see_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
+    def observe_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
         """Add a finished sequence: when it arrived, and when it got its first and its last token."""
         self.num_output_tokens += num_output_tokens
         self.first_token.append(first - arrival)
@@ -163,7 +163,7 @@ class RunLog:
         """Add what another engine with as many slots and blocks has done meanwhile."""
         for name in ("num_steps", "num_spans", "num_output_tokens", "seconds_of_blocks", "seconds_of_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.see_guesses(other.num_guessed_tokens, other.num_accepted_tokens)
+        self.observe_guesses(other.num_guessed_tokens, other.num_accepted_tokens)
         self.peak_blocks_used = max(self.peak_blocks_used, other.peak_blocks_used)
         for name in ("first_token", "per_token", "latency"):
             getattr(self, name).extend(getattr(other, name))
@@ -227,12 +227,12 @@ def report_of(recording: Recording) -> RunReport:
         raise ValueError("the recording has no steps")
     log, last_step = RunLog(config.max_num_seqs, steps[-1].num_blocks), steps[-1]
     for step in steps:
-        log.see_step(len(step.spans), step.num_blocks_used, step.duration)
-        log.see_guesses(sum(s.num_guessed for s in step.spans), sum(s.num_accepted for s in step.spans))
+        log.observe_step(len(step.spans), step.num_blocks_used, step.duration)
+        log.observe_guesses(sum(s.num_guessed for s in step.spans), sum(s.num_accepted for s in step.spans))
     arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
     for (request_id, _), times in sequence_times(recording).items():
         arrival = arrivals.get(request_id, times.first)
-        log.see_sequence(arrival, times.first, times.last, times.num_output_tokens)
+        log.observe_sequence(arrival, times.first, times.last, times.num_output_tokens)
     started = min([*arrivals.values(), steps[0].start_time])
     return log.report(
         last_step.start_time + last_step.duration - started,

@@ -9,7 +9,7 @@ from inflight.observe.step_view import StepView, view_span, view_step
 
 
 class StepCapture:
-    """Keeps steps; `see` must be called with the record of every step of an engine, from its first on.
+    """Keeps steps; `observe` must be called with the record of every step of an engine, from its first on.
 
     Args:
         witness: runs the engine's attention.
@@ -56,7 +56,7 @@ class StepCapture:
             return self._kept
         return [view for view in [self._mixed or self._before] if view is not None]
 
-    def see(self, record: StepRecord) -> None:
+    def observe(self, record: StepRecord) -> None:
         """Track which token is where in the cache; keep the step if it is a wanted one."""
         batch = self._witness.batch
         assert batch is not None, "a step has run"

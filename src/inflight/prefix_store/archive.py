@@ -179,7 +179,7 @@ class _Reader:
         path = folder.path_of(renamed.digest, renamed.group)
         if not path.exists():
             folder.make_place(path)
-            folder.see_written(block_file.write(path, renamed, [rows], lambda: True))
+            folder.observe_written(block_file.write(path, renamed, [rows], lambda: True))
         self._moved.num_blocks, self._moved.num_bytes = self._moved.num_blocks + 1, self._moved.num_bytes + len(data)
         if mode == PINNED_MODE:
             self._pinned[fingerprint].append(path)

@@ -78,11 +78,11 @@ class BlockFolder:
         self._blocks.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder above may let others in
         path.parent.mkdir(mode=0o700, exist_ok=True)
 
-    def see_use(self, path: Path) -> None:
+    def observe_use(self, path: Path) -> None:
         """A file was used, and is among the last to go."""
         os.utime(path)
 
-    def see_hit(self) -> None:
+    def observe_hit(self) -> None:
         """A prompt's blocks were used. (There are as many hits as a file has bytes: several engines can add to it.)"""
         with open(os.open(self._blocks / HITS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             file.write(b".")
@@ -106,7 +106,7 @@ class BlockFolder:
             with suppress(FileNotFoundError):
                 path.chmod(PINNED_MODE)
 
-    def see_written(self, num_bytes: int) -> None:
+    def observe_written(self, num_bytes: int) -> None:
         """A file of so many bytes was written: delete others if there are too many now."""
         self._num_uncounted += num_bytes
         if self._num_bytes is None or self._num_uncounted * RECOUNTS > self.max_bytes:

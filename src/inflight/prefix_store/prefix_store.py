@@ -125,7 +125,7 @@ class PrefixStore:
         num_threads = SHARE_OF_LOADING if self.is_busy else NUM_READERS
         return num_blocks * self._bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
 
-    def see_prefill(self, num_tokens: int, seconds: float) -> None:
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """The engine took so long to compute so many tokens."""
         each = seconds / num_tokens
         known = each if self._seconds_per_token is None else self._seconds_per_token
@@ -265,7 +265,7 @@ class PrefixStore:
                     self._loads.popleft()
         if loading.is_done and loading.num_loaded:
             with suppress(OSError):  # a disk that is full has other ways to say so
-                self._folder.see_hit()
+                self._folder.observe_hit()
 
     def _announce(self, loading: Loading) -> None:
         most = loading.num_loaded + 1 + BYTES_AHEAD // self._bytes_per_block
@@ -294,7 +294,7 @@ class PrefixStore:
         try:
             reason = block_file.read(path, content, self._rows_of(block))
             if reason is None:
-                self._folder.see_use(path)
+                self._folder.observe_use(path)
                 return True
             path.unlink(missing_ok=True)
             self._fail("damaged", f"{path} {reason}; it is deleted, and its tokens are computed")
@@ -314,7 +314,7 @@ class PrefixStore:
             num_bytes = block_file.write(path, content, self._rows_of(saving.block), saving.is_current)
             if num_bytes:
                 self.num_saved += 1
-                self._folder.see_written(num_bytes)
+                self._folder.observe_written(num_bytes)
         except OSError as error:
             self._write_error = error
             self._fail("unwritable", f"a block of the cache cannot be saved in {self._folder.path} ({error})")

@@ -54,7 +54,7 @@ class Expectation:
         waiting = beyond * self._seconds_of_run / self._num_slots
         return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
 
-    def see_first_token(self, load: Load, seconds: float) -> None:
+    def observe_first_token(self, load: Load, seconds: float) -> None:
         """Learn from a request that met this load and got its first token after so many seconds."""
         if load.num_running >= self._num_slots:
             return
@@ -68,7 +68,7 @@ class Expectation:
         self._targets = FORGETTING * self._targets + sizes / seconds
         self._line = self._solved()
 
-    def see_run(self, seconds: float) -> None:
+    def observe_run(self, seconds: float) -> None:
         """Learn from a request that ended so many seconds after its first token."""
         self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
 

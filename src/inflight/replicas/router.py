@@ -142,7 +142,7 @@ class Router:
         """A request got its first token."""
         self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
         if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for whoever comes
-            self._expectation.see_first_token(sent.load, now - sent.time)
+            self._expectation.observe_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
     def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), kind: Hashable = None) -> None:
@@ -157,7 +157,7 @@ class Router:
         if not sent.has_begun:
             load.num_owed -= sent.num_owed
         elif not sent.in_background:
-            self._expectation.see_run(now - sent.time)
+            self._expectation.observe_run(now - sent.time)
         if self._size.num_blocks and len(self._replicas) > 1:
             replica.keep(list(self._blocks_of(token_ids, kind)))
 

@@ -124,7 +124,7 @@ class SimulatedEngine:
         )
         if self.observer is not None:
             arrival = ArrivalRecord(request.request_id, request.arrival, prompt, len(outputs), request.priority)
-            self._watch.see_arrival(arrival)
+            self._watch.observe_arrival(arrival)
 
     def step(self) -> bool:
         """Simulate a step; False if there is nothing to do."""
@@ -134,7 +134,7 @@ class SimulatedEngine:
         return plan is not None
 
     def _run(self, plan: StepPlan) -> None:
-        planned = None if self.observer is None else self._watch.see_plan(plan)
+        planned = None if self.observer is None else self._watch.observe_plan(plan)
         start, seconds = self.clock, self.cost.seconds(load_of_plan(plan))
         self.clock += seconds
         num_accepted = self.scheduler.count.accepted_tokens
@@ -150,16 +150,16 @@ class SimulatedEngine:
         if self._speculation is not None:
             num_guessed = sum(span.num_guessed for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - num_accepted
-            self.log.see_guesses(num_guessed, num_accepted)
+            self.log.observe_guesses(num_guessed, num_accepted)
             num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
-            self._speculation.see(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
-        self.log.see_step(len(plan.spans), self.pool.num_used, seconds)
+            self._speculation.observe(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+        self.log.observe_step(len(plan.spans), self.pool.num_used, seconds)
         if self.observer is not None and planned is not None:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
 
         if self._prefill_limit is not None:
             prefills = sum(length for span in plan.spans if (length := span.length - span.num_guessed) > 1)
-            self._prefill_limit.see(plan.num_tokens - prefills, prefills, seconds)
+            self._prefill_limit.observe(plan.num_tokens - prefills, prefills, seconds)
 
     def _tell_first_token(self, request_id: str) -> None:
         expected = self._expected[request_id]
@@ -179,7 +179,7 @@ class SimulatedEngine:
         request_id = sequence.request.request_id
         expected = self._expected[request_id]
         first = self._first_token_times.pop(sequence.sequence_id)
-        self.log.see_sequence(expected.arrival, first, self.clock, expected.num_output_tokens[sequence.index])
+        self.log.observe_sequence(expected.arrival, first, self.clock, expected.num_output_tokens[sequence.index])
         expected.num_unfinished -= 1
         if expected.num_unfinished == 0:
             del self._expected[request_id]

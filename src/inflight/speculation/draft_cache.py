@@ -76,7 +76,7 @@ class DraftCache:
         different = self._hashes[blocks].reshape(-1)[: len(hashes)] != np.asarray(hashes, dtype=np.int64)
         return int(different.argmax()) if different.any() else len(hashes)
 
-    def see(self, table: BlockTable, hashes: Sequence[int], start: int, end: int, num_lasting: int) -> None:
+    def observe(self, table: BlockTable, hashes: Sequence[int], start: int, end: int, num_lasting: int) -> None:
         """The tokens `[start, end)` of a sequence were computed; those from `num_lasting` on must be computed again."""
         size = self.layout.block_size
         positions = np.arange(start, end)

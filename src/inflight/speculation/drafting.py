@@ -130,7 +130,7 @@ class Drafting:
         drafted = self._drafted.setdefault(candidate.sequence_id, Drafted())
         for guessed, token_id in zip(drafted.guessed, candidate.token_ids[drafted.num_tokens :], strict=False):
             for outcomes in (self._outcomes, drafted.outcomes):
-                outcomes.see(guessed == token_id)
+                outcomes.observe(guessed == token_id)
             if guessed != token_id:
                 break
         drafted.guessed = []
@@ -197,10 +197,10 @@ class Drafting:
             logger.exception("the draft model failed; from now on it guesses nothing")
             self._has_failed = True
             return []
-        self.times.see(plan.num_tokens, self._clock() - start)
+        self.times.observe(plan.num_tokens, self._clock() - start)
         going_on = []
         for (draft, span), given in zip(spans, chosen, strict=True):
-            self._cache.see(draft.table, draft.hashes, span.start, span.end, self._num_lasting(draft, span.end))
+            self._cache.observe(draft.table, draft.hashes, span.start, span.end, self._num_lasting(draft, span.end))
             draft.num_seen = span.end
             for token_id in given.token_ids:
                 if token_id < self._vocab_size and token_id not in draft.candidate.stop_token_ids:

@@ -41,7 +41,7 @@ class Record:
         self.num_right = [0.0] * len(LENGTHS)
         self.num_tried = [0.0] * len(LENGTHS)
 
-    def see(self, length: int, is_right: bool) -> None:
+    def observe(self, length: int, is_right: bool) -> None:
         """A token guessed after a suffix of this length was right, or not."""
         kind = _kind(length)
         self.num_right[kind] = self.num_right[kind] * self._memory + is_right
@@ -147,7 +147,7 @@ class Lookup:
         new = candidate.token_ids[num_seen:]
         for place, (guessed, token_id) in enumerate(zip(followed.guessed, new, strict=False)):
             for record in (self._record, followed.record):
-                record.see(followed.length + place, guessed == token_id)
+                record.observe(followed.length + place, guessed == token_id)
             if guessed != token_id or place == LONGEST_TRIED:
                 break
         recent = self._recent.get(candidate.cache_salt)

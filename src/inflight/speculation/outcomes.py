@@ -12,7 +12,7 @@ class Outcomes:
         self._memory = memory
         self._num_right = self._num_tried = 0.0
 
-    def see(self, is_right: bool) -> None:
+    def observe(self, is_right: bool) -> None:
         """A guess was right, or not."""
         self._num_right = self._num_right * self._memory + is_right
         self._num_tried = self._num_tried * self._memory + 1.0

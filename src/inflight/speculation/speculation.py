@@ -101,7 +101,7 @@ class Speculation:
         )
         return [guess.token_ids[: lengths[place]] for place, guess in enumerate(guesses)]
 
-    def see(self, num_tokens: int, seconds: float, num_guessed: int, num_accepted: int, num_sequences: int) -> None:
+    def observe(self, num_tokens: int, seconds: float, num_guessed: int, num_accepted: int, num_sequences: int) -> None:
         """Learn from a step that has run.
 
         Args:
@@ -111,7 +111,7 @@ class Speculation:
         """
         seconds -= self._seconds_guessing
         self._seconds_guessing = 0.0
-        self.times.see(num_tokens, seconds)
+        self.times.observe(num_tokens, seconds)
         if num_guessed:
             self._num_with_guesses += 1
             self._num_hoped = self._num_hoped * CANDOUR_MEMORY + self._num_hoped_now

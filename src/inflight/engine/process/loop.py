@@ -87,7 +87,7 @@ def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[
         from inflight.observe.rotating_recorder import RotatingRecorder
 
         recorder = RotatingRecorder(watching.record_to, engine.config, engine.model_info)
-        engine.observer = stack.enter_context(closing(recorder)).see
+        engine.observer = stack.enter_context(closing(recorder)).observe
     if watching.kv_events is None:
         return lambda: None
     from inflight.engine.cache_events import CacheEvents

@@ -131,11 +131,11 @@ def _watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
     """How many rows each of the kernels' layers is given in a forward pass, by its number; experts' are left out."""
     num_rows: dict[int, int] = {}
 
-    def see(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
+    def observe(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
         num_rows[number] = args[0].numel() // args[0].shape[-1]
 
     layers = {layer.number: layer for module in model.modules() for layer, _, _ in _layers_of(module)}
-    hooks = [layer.register_forward_pre_hook(partial(see, number)) for number, layer in layers.items()]
+    hooks = [layer.register_forward_pre_hook(partial(observe, number)) for number, layer in layers.items()]
     try:
         yield num_rows
     finally:

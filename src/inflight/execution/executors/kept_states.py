@@ -62,10 +62,10 @@ def put_last_states(model: PreTrainedModel, states: list[torch.Tensor]) -> Itera
     """Inside, a forward pass over one row puts its last hidden states `[T, H]` there: what the model's decoder returns,
     from which its head computes logits."""
 
-    def see(module: torch.nn.Module, args: Any, output: Any) -> None:
+    def observe(module: torch.nn.Module, args: Any, output: Any) -> None:
         states.append((output[0] if isinstance(output, tuple) else output.last_hidden_state)[0])
 
-    hook = model.get_decoder().register_forward_hook(see)
+    hook = model.get_decoder().register_forward_hook(observe)
     try:
         yield
     finally:

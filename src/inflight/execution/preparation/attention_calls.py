@@ -103,12 +103,12 @@ class PlainAttention:
         """Inside, the model runs this number of prompts plainly, in one forward pass or one by one."""
         seen: list[tuple[Tensor | None, Tensor]] = []
 
-        def see(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             states, outputs = args[0] if args else kwargs.get(_STATES), _first(output)
             is_by_token = isinstance(states, Tensor) and states.shape[:2] == outputs.shape[:2]
             seen.append((states if is_by_token else None, outputs))
 
-        hooks = [module.register_forward_hook(see, with_kwargs=True) for module in self.modules]
+        hooks = [module.register_forward_hook(observe, with_kwargs=True) for module in self.modules]
         try:
             yield
         finally:

@@ -35,7 +35,7 @@ class Adjuster:
         self._token_ids = array("q", token_ids)
         self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if params.has_penalties else None
 
-    def see(self, position: int, token_id: int) -> None:
+    def observe(self, position: int, token_id: int) -> None:
         """The sequence has this token at this position, and none after it. What was seen there before was guessed; the
         same token is not counted again."""
         is_known = position < len(self._token_ids) and self._token_ids[position] == token_id

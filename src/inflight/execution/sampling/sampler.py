@@ -115,7 +115,7 @@ class Sampler:
         edits: dict[int, Edits] = {}
         for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
             row, adjuster = rows[place], self._adjusters[int(slots[place])]
-            adjuster.see(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
+            adjuster.observe(int(batch.logit_positions_host[row]), int(batch.logit_token_ids_host[row]))
             if (wanted := adjuster.edits()) is not None:
                 edits[place] = wanted
         return edits

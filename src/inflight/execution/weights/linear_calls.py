@@ -56,7 +56,7 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     outputs: list[tuple[torch.Tensor, str]] = []
     num_calls: Counter[str] = Counter()
 
-    def see(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+    def observe(name: str, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         num_calls[name] += 1
         if not is_linear(module):
             if outputs and args[0] is outputs[-1][0]:
@@ -73,7 +73,7 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
     num_names = Counter(id(module) for _, module in modules)
     alone = {name for name, module in modules if num_names[id(module)] == 1 and not is_watched(module)}
     hooks = [
-        module.register_forward_hook(partial(see, name))
+        module.register_forward_hook(partial(observe, name))
         for name, module in modules
         if is_linear(module) or type(module) in ACTIVATIONS
     ]

@@ -31,17 +31,17 @@ class BatchJobs:
         OSError: the folder cannot be used, or another process has it.
     """
 
-    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int, see: Callable[[Batch], None]) -> None:
+    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int, observe: Callable[[Batch], None]) -> None:
         self._database = Database(folder.expanduser())
         self.files = Files(self._database)
         self.ledger = Ledger(self._database, self.files)
         log = _Log()
 
-        def see_and_log(batch: Batch) -> None:
+        def observe_and_log(batch: Batch) -> None:
             log(batch)
-            see(batch)
+            observe(batch)
 
-        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, see_and_log)
+        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, observe_and_log)
         self._working: asyncio.Task[None] | None = None
 
     def start(self) -> None:

@@ -74,9 +74,9 @@ class LoadHistory(RequestObserver):
         piece = self._pieces[-1] if self._pieces[-1].number == now // SECONDS else self._piece(now)
         piece.num_output_tokens += num_new_tokens
         if last:
-            piece.between_tokens.see((now - last) * num_sequences / num_new_tokens, num_new_tokens)
+            piece.between_tokens.observe((now - last) * num_sequences / num_new_tokens, num_new_tokens)
         else:
-            piece.to_first_token.see(now - start)
+            piece.to_first_token.observe(now - start)
         self._running[request_id] = start, now, num_sequences
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:

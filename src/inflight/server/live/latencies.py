@@ -20,7 +20,7 @@ class Latencies:
         self._counts: dict[int, int] = {}
         self.number = 0
 
-    def see(self, seconds: float, number: int = 1) -> None:
+    def observe(self, seconds: float, number: int = 1) -> None:
         """Count a duration, so many times."""
         place = min(int(log(seconds / SHORTEST) / GROWTH), NUM_CLASSES - 1) if seconds > SHORTEST else 0
         self._counts[place] = self._counts.get(place, 0) + number

@@ -43,7 +43,7 @@ class PoolMetrics(Middleware, RequestObserver):
         self._http_requests = http_requests(self._registry)
         self._batches = BatchMetrics(NO_MODEL, self._registry)
 
-    def see(self, pool: ModelPool[ServedModel]) -> None:
+    def observe(self, pool: ModelPool[ServedModel]) -> None:
         """Report what a pool does."""
         self._registry.register(Loads(pool))
 
@@ -65,7 +65,7 @@ class PoolMetrics(Middleware, RequestObserver):
 
     def saw_batch(self, batch: Batch) -> None:
         """See `RequestObserver`."""
-        self._batches.see(batch)
+        self._batches.observe(batch)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""

@@ -86,7 +86,7 @@ class ServedModels:
             Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
             adapters=models.adapters,
         )
-        self.metrics.see(self.pool)
+        self.metrics.observe(self.pool)
 
     def make_app(self) -> FastAPI:
         """Return the application. Raises `ValueError` if the folder for batch jobs cannot be used."""

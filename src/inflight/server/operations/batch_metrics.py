@@ -30,7 +30,7 @@ class BatchMetrics:
         self._left = left.labels(model_name)
         self._seen: dict[str, Batch] = {}  # jobs in work
 
-    def see(self, batch: Batch) -> None:
+    def observe(self, batch: Batch) -> None:
         """A job has changed."""
         before = self._seen.pop(batch.id, batch)
         if not batch.is_finished:

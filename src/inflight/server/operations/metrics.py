@@ -193,7 +193,7 @@ class Metrics(Middleware, RequestObserver):
 
     def saw_batch(self, batch: Batch) -> None:
         """Count what was answered of a batch job."""
-        self._batches.see(batch)
+        self._batches.observe(batch)
 
     def _observe_output(self, output: RequestOutput) -> None:
         lengths = [len(each.token_ids) for each in output.outputs]

@@ -52,7 +52,7 @@ def read_whole(prepared: PreparedResponse, output: RequestOutput) -> ScoredBlock
     for number, (token_id, score) in enumerate(zip(completion.token_ids, scores, strict=True), 1):
         is_last = number == len(completion.token_ids)
         ending = (completion.finish_reason, completion.stop_reason) if is_last else (None, None)
-        blocks.see([score])
+        blocks.observe([score])
         for growth in blocks.feed(text.take_in([token_id], *ending), is_last=is_last):
             blocks.taken_by(growth)
     blocks.rest()

@@ -40,7 +40,7 @@ class ResponseEvents:
     def of(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()
         for delta in deltas:
-            self._blocks.see(new_logprobs(self._prepared, delta))
+            self._blocks.observe(new_logprobs(self._prepared, delta))
             grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
             events += b"".join(map(self._grown, grown))
         return events

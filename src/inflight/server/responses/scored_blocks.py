@@ -22,7 +22,7 @@ class ScoredBlocks(Blocks):
         self._pending: list[dict[str, Any]] = []  # of tokens whose text is still to come, or belongs to no text
         self._is_behind_other = False  # whether a thought or a call has grown since a text has
 
-    def see(self, token_logprobs: list[dict[str, Any]]) -> None:
+    def observe(self, token_logprobs: list[dict[str, Any]]) -> None:
         """Take those of tokens that come now, before their text is fed."""
         self._pending += token_logprobs
 

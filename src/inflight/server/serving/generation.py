@@ -125,7 +125,7 @@ async def _follow(
             async for delta in deltas:
                 if delta.token_ids:
                     now = time.monotonic()
-                    running.see(delta, now)
+                    running.observe(delta, now)
                     observer.produced(request_id, len(delta.token_ids), now)
                 if delta.output is not None:
                     output = delta.output

@@ -26,7 +26,7 @@ class RunningRequest:
     first_token_time: float | None = None
     num_tokens: int = 0
 
-    def see(self, delta: TextDelta, now: float) -> None:
+    def observe(self, delta: TextDelta, now: float) -> None:
         """More of it has come."""
         if delta.token_ids and self.first_token_time is None:
             self.first_token_time = now

@@ -198,7 +198,7 @@ class Findings:
     """The results of one library; times in microseconds, memory in MiB."""
 
     library: str
-    verdicts: dict[str, str] = field(default_factory=dict)
+    proof_results: dict[str, str] = field(default_factory=dict)
     suite: dict[str, int] = field(default_factory=dict)
     numbers: dict[str, float] = field(default_factory=dict)
 
@@ -219,10 +219,10 @@ def measure(library: str, suite: Path | None, large: Path) -> Findings:
     engine = make(small)
     for name, (schema, valid, invalid) in SCHEMAS.items():
         texts = [[write(each) for each in group] for group in (valid, invalid)]
-        found.verdicts[f"schema: {name}"] = verdict(engine, small, "json", write(schema), *texts)
+        found.proof_results[f"schema: {name}"] = proof_result(engine, small, "json", write(schema), *texts)
     for regex, (takes, refuses) in REGEXES.items():
-        found.verdicts[f"regex: {regex}"] = verdict(engine, small, "regex", regex, takes, refuses)
-    found.verdicts["grammar: sums"] = verdict(engine, small, "grammar", engine.grammar, *SUMS)
+        found.proof_results[f"regex: {regex}"] = proof_result(engine, small, "regex", regex, takes, refuses)
+    found.proof_results["grammar: sums"] = proof_result(engine, small, "grammar", engine.grammar, *SUMS)
     if suite is not None:
         found.suite = dict(run_suite(engine, small, suite))
     return found
@@ -244,7 +244,7 @@ def takes(engine: Any, tokenizer: PreTrainedTokenizerFast, compiled: Any, text: 
     return all(engine.accept(matcher, token_id) for token_id in token_ids) and engine.may_end(matcher)
 
 
-def verdict(engine: Any, tokenizer: Any, kind: str, text: str, valid: list[str], invalid: list[str]) -> str:
+def proof_result(engine: Any, tokenizer: Any, kind: str, text: str, valid: list[str], invalid: list[str]) -> str:
     try:
         compiled = engine.compile(kind, text)
     except (ValueError, RuntimeError) as error:
@@ -381,7 +381,7 @@ def report(all_found: list[Findings]) -> str:
         table(
             "tests of JSON Schema", {name: [str(each.suite.get(name, 0)) for each in all_found] for name in first.suite}
         )
-    table("correctness", {name: [each.verdicts[name] for each in all_found] for name in first.verdicts})
+    table("correctness", {name: [each.proof_results[name] for each in all_found] for name in first.proof_results})
     return "\n".join(lines)
 
 

@@ -122,10 +122,10 @@ def main() -> None:
     options = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     watchers = {"nobody": None, "a reader": reader} | ({} if options.no_browser else {"a browser": chromium})
-    with served(options) as address, served(options, "--no-ui") as without, served(options) as twin:
-        others = {"nobody, --no-ui": without, "nobody, another": twin}
+    with served(options) as address, served(options, "--no-ui") as without, served(options) as proxy:
+        others = {"nobody, --no-ui": without, "nobody, another": proxy}
         rates: dict[str, list[float]] = {name: [] for name in (*watchers, *others)}
-        for server in (without, twin, address):
+        for server in (without, proxy, address):
             asyncio.run(tokens_per_second(server, options))
         for number in range(options.rounds):
             turns = list(rates) if number % 2 else list(rates)[::-1]

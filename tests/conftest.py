@@ -41,7 +41,7 @@ with suppress(ImportError):
 torch.set_num_threads(1)
 
 # Tests use no proof of an earlier run, and leave no corrupted proof for a later one.
-os.environ["INFLIGHT_REMEMBER_VERDICTS"] = "0"
+os.environ["INFLIGHT_CACHE_PREPARATIONS"] = "0"
 
 # Built here if necessary, and not during a test that checks what a command prints.
 assert kernels_available()

@@ -30,7 +30,7 @@ main()
 unwanted = {{"torch._dynamo.convert_frame", "torch.distributed.tensor", "torch.distributed.fsdp", "sympy.core"}}
 print(unwanted & set(sys.modules))
 """
-    keeps = {"INFLIGHT_REMEMBER_VERDICTS": "1", "XDG_CACHE_HOME": str(tmp_path)}
+    keeps = {"INFLIGHT_CACHE_PREPARATIONS": "1", "XDG_CACHE_HOME": str(tmp_path)}
     (tmp_path / "inflight").mkdir()
     for library in cache_folder().glob("*.so"):
         (tmp_path / "inflight" / library.name).symlink_to(library)

@@ -198,8 +198,8 @@ def measure(run: Run, number: int, lesson: Reference, rows: dict[int, Tensor]) -
     best = expected.topk(2, dim=-1).values
     for position in (logits.argmax(-1) != expected.argmax(-1)).nonzero()[:, 0].tolist():
         gap = float(best[position, 0] - best[position, 1])
-        verdict = f"request {number}, output {position}: the two best lie {gap:.1e} apart, noise is {difference:.1e}"
-        (run.ties if gap < 2 * difference else run.wrong).append(verdict)
+        found = f"request {number}, output {position}: the two best lie {gap:.1e} apart, noise is {difference:.1e}"
+        (run.ties if gap < 2 * difference else run.wrong).append(found)
 
 
 def assert_exact(run: Run) -> None:

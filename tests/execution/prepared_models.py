@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, Pre
 from inflight.contracts.config import EngineConfig
 from inflight.execution.attention import make_backend
 from inflight.execution.hf.load import load_model
-from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.packed_proof import MakeBackend, prepare_packed, prove_packed
 from inflight.execution.preparation.report import PreparationReport
 from tests import zoo
 

@@ -12,11 +12,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.attention.cpu_backend import CpuAttention
-from inflight.execution.preparation import own_attention, packed_way
+from inflight.execution.preparation import own_attention, packed_proof
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.preparation.own_attention import make_executor
 from inflight.execution.preparation.proof import PlainModel, prove
-from inflight.execution.preparation.verdict import Way
+from inflight.execution.preparation.proof_result import RunMode
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.profiling.decode_profile import profile_decode
 from tests import others, zoo
@@ -144,7 +144,7 @@ def test_a_model_whose_two_forward_paths_differ_runs_like_generate(dtype: str) -
 @pytest.mark.parametrize("name", ["qwen3_next", "bloom"])
 def test_prompts_can_run_in_one_piece(kind: str, name: str) -> None:
     model = others.build(name)
-    executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=2)
+    executor = make_executor(RunMode(kind, in_one_piece=True), model, block_size=4, num_slots=2)
     assert prove(executor, PlainModel.of(model).with_effect(), 2e-5) < 2e-5
 
 
@@ -153,7 +153,7 @@ def test_prompts_can_run_in_one_piece(kind: str, name: str) -> None:
 def test_a_slot_that_is_released_forgets_its_sequence(kind: str, name: str) -> None:
     """Two sequences run one after the other in one slot to the same length; the second is held back until then."""
     model = others.build(name)
-    executor = make_executor(Way(kind, in_one_piece=True), model, block_size=4, num_slots=1)
+    executor = make_executor(RunMode(kind, in_one_piece=True), model, block_size=4, num_slots=1)
     assert not executor.capabilities.shares_prefixes
     assert not executor.capabilities.chunks_prompts
     executor.allocate(8)
@@ -198,7 +198,7 @@ def test_only_packed_models_can_be_inspected() -> None:
     with pytest.raises(
         ModelError, match="a look into attention and cache is not supported with a model that runs as rows"
     ):
-        llm.engine.runner.witness_attention()
+        llm.engine.runner.compare_attention()
     with pytest.raises(ModelError, match="runs as rows"):
         profile_decode(llm.engine, 1, 8, 1, SamplingParams())
 
@@ -209,7 +209,7 @@ def test_an_error_while_the_weights_are_prepacked_ends_the_load(monkeypatch: pyt
 
     def fail_for_the_model(model: PreTrainedModel, *args: Any) -> None:
         prepack(model, *args)
-        if args:  # not the twin
+        if args:  # not the proxy
             raise ValueError("no")
 
     monkeypatch.setattr(own_attention, "prepack_weights", fail_for_the_model)
@@ -224,7 +224,7 @@ def test_a_model_that_cannot_be_prepacked_runs_as_rows_unless_it_has_to_run_pack
         model.lm_head = copy.deepcopy(model.lm_head)
         model.lm_head.weight.mul_(2)
 
-    monkeypatch.setattr(packed_way, "prepack_experts", spoil)
+    monkeypatch.setattr(packed_proof, "prepack_experts", spoil)
     llm = LLM(zoo.build("llama"), **others.options())
     assert llm.model_info.executor == "rows"
     assert "could not be prepacked: LlamaForCausalLM does not give the plain model's results" in llm.model_info.notes[0]

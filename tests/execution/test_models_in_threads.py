@@ -148,7 +148,7 @@ def test_two_models_made_from_one_config_object_do_not_disturb_each_other() -> N
 @pytest.mark.thorough
 def test_models_loaded_at_the_same_time_do_not_change_the_default_dtype() -> None:
     """`transformers` changes the default dtype for all threads while it builds a model: the checkpoint and its float32
-    twin."""
+    proxy."""
 
     def load(barrier: threading.Barrier) -> None:
         barrier.wait()

@@ -19,10 +19,10 @@ from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.load import load_model
 from inflight.execution.kernels import cache_folder, library
-from inflight.execution.preparation import packed_way, proof, verdict
+from inflight.execution.preparation import packed_proof, proof, proof_result
 from inflight.execution.preparation.choice import EARLIER, Preparation
+from inflight.execution.preparation.proof_result import preparation_key
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.recording import recorded_forward
 from inflight.quantization import quantize
 from tests import others, zoo
@@ -40,7 +40,11 @@ def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     folder = tmp_path / "cache"
     of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))
     monkeypatch.setattr(ResultCache, "of_the_user", of_the_test)
-    for module, name in ((proof, "plain_logits"), (packed_way, "find_attention_calls"), (recorded_forward, "_record")):
+    for module, name in (
+        (proof, "plain_logits"),
+        (packed_proof, "find_attention_calls"),
+        (recorded_forward, "_record"),
+    ):
         original = getattr(module, name)
 
         def watched(*args: Any, original: Callable[..., Any] = original, name: str = name, **options: Any) -> Any:
@@ -141,11 +145,11 @@ def test_it_goes_with_a_model_of_the_hub(tmp_path: Path) -> None:
     for each in cache_folder().glob("*.so"):
         (tmp_path / "inflight" / each.name).symlink_to(each)
     asked = {"HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "1", "XDG_CACHE_HOME": str(tmp_path)}
-    environment = os.environ | asked | {"INFLIGHT_REMEMBER_VERDICTS": "1"}
+    environment = os.environ | asked | {"INFLIGHT_CACHE_PREPARATIONS": "1"}
     command = [sys.executable, "-m", "inflight", "info", "org/tiny", "--json"]
     done = [subprocess.run(command, capture_output=True, text=True, env=environment) for _ in range(2)]
     proved = [json.loads(each.stdout)["proved_on"] for each in done]
-    assert proved == ["a float32 twin", f"a float32 twin{EARLIER}"]
+    assert proved == ["a float32 proxy", f"a float32 proxy{EARLIER}"]
 
 
 def key(folder: Path, **options: Any) -> str | None:
@@ -169,12 +173,12 @@ def test_the_key_changes_with_each_of_its_inputs(tmp_path: Path, monkeypatch: py
     for option in ({"block_size": 8}, {"max_num_batched_tokens": 99}, {"executor": "packed"}, {"dtype": "bfloat16"}):
         expect_another(**option)
     for target, name, value in (
-        (verdict, "version", lambda name: "0.0"),
-        (verdict, "SOURCES", tmp_path),
-        (verdict, "kernels_in_use", lambda: "avx1024"),
+        (proof_result, "version", lambda name: "0.0"),
+        (proof_result, "SOURCES", tmp_path),
+        (proof_result, "kernels_in_use", lambda: "avx1024"),
         (library, "kernels_name", lambda: "of another compiler"),
         (library, "instruction_sets", lambda: "avx1024"),
-        (verdict, "num_threads", lambda: 77),
+        (proof_result, "num_threads", lambda: 77),
         (torch.backends.cpu, "get_cpu_capability", lambda: "AVX1024"),
     ):
         with monkeypatch.context() as changed:

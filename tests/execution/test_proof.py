@@ -9,7 +9,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.preparation.agreement import worst
 from inflight.execution.preparation.own_attention import make_executor
 from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, ProofWorkload, compare
-from inflight.execution.preparation.verdict import Way
+from inflight.execution.preparation.proof_result import RunMode
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import others, zoo
 
@@ -55,7 +55,7 @@ def test_nan_is_the_worst_error(errors: list[float]) -> None:
 def test_logits_that_are_not_numbers_do_not_agree(slot: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The NaNs are only in the last decode, or only in one pair of slots."""
     model = others.build("bloom")
-    executor = make_executor(Way("rows"), model, block_size=4, num_slots=2)
+    executor = make_executor(RunMode("rows"), model, block_size=4, num_slots=2)
     forward = executor.forward
 
     def spoiled(batch: RaggedBatch) -> torch.Tensor:

@@ -16,7 +16,7 @@ MIXED = ([7, 8, 9], list(range(10, 19)), list(range(20, 50)))
 def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 1, **options: Any) -> StepView:
     build = zoo.build if name in zoo.ARCHITECTURES else others.build
     engine = Engine(build(name), EngineConfig(**{"max_num_batched_tokens": 10, "speculation": "off", **options}))
-    capture = StepCapture(engine.runner.witness_attention(), [step])
+    capture = StepCapture(engine.runner.compare_attention(), [step])
     engine.observer = capture.observe
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=step + 1, n=n)

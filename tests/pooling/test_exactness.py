@@ -12,7 +12,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.counting import FROM_ZERO
-from inflight.execution.preparation import packed_way, whole_texts
+from inflight.execution.preparation import packed_proof, whole_texts
 from tests.pooling.checkpoints import (
     CLASSIFIERS,
     FAMILIES,
@@ -100,7 +100,7 @@ def test_bfloat16(family: str) -> None:
     model = make_model(family).to(torch.bfloat16)
     runner = TextRunner(model, EngineConfig(), STATES)
     assert runner.info.dtype == "bfloat16"
-    assert runner.info.proved_on == "a float32 twin"
+    assert runner.info.proved_on == "a float32 proxy"
     assert_plain(runner, texts_of(1, 30, 90), lambda ids: embedding_of(model, ids), BFLOAT16_TOLERANCE)
 
 
@@ -137,13 +137,13 @@ def test_tokens_of_a_second_text_have_another_type() -> None:
 
 def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dtype: torch.dtype) -> TextRunner:
     """Load a model whose attention calls are taken for others."""
-    found = packed_way.find_attention_calls
+    found = packed_proof.find_attention_calls
 
     def find(model: PreTrainedModel, length: int) -> tuple[tuple[AttentionSpec, ...], object]:
         specs, modules = found(model, length)
         return tuple(map(change, specs)), modules
 
-    with mock.patch.object(packed_way, "find_attention_calls", find):
+    with mock.patch.object(packed_proof, "find_attention_calls", find):
         return TextRunner(make_model(family).to(dtype), EngineConfig(), STATES)
 
 
@@ -161,7 +161,7 @@ def test_a_wrong_direction_is_refused(family: str) -> None:
 @pytest.mark.parametrize("by", [-1, 1])
 @pytest.mark.parametrize("family", ["modernbert", "gemma3, bidirectional"])
 def test_a_window_that_is_off_by_one_is_refused(family: str, by: int, dtype: torch.dtype) -> None:
-    """In bfloat16, which would hide it, by the twin."""
+    """In bfloat16, which would hide it, by the proxy."""
     from dataclasses import replace
 
     def change(spec: AttentionSpec) -> AttentionSpec:

@@ -20,7 +20,7 @@ def mixed_step() -> Drawing:
     tokenizer = llm.tokenizer
     assert tokenizer is not None
     capture = StepCapture(
-        llm.engine.runner.witness_attention(),
+        llm.engine.runner.compare_attention(),
         [STEP],
         lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False),
     )

@@ -96,7 +96,7 @@ def show(
     llm = LLM(model, **{**defaults, **engine_values(options)})
     tokenizer = llm.tokenizer
     token_text = str if tokenizer is None else lambda token_id: tokenizer.decode([token_id], skip_special_tokens=False)
-    capture = StepCapture(llm.engine.runner.witness_attention(), wanted, token_text)
+    capture = StepCapture(llm.engine.runner.compare_attention(), wanted, token_text)
 
     def observe(record: StepRecord) -> None:
         capture.observe(record)

@@ -16,7 +16,7 @@ from inflight.contracts.features import PREFIX_STORE, Features
 from inflight.contracts.outputs import TokenScore
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.contracts.pooling import PoolingPlan
-from inflight.execution.attention.witness import WitnessedAttention
+from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
@@ -162,10 +162,10 @@ class ModelRunner:
         """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""
         return require_packed(self.executor)
 
-    def witness_attention(self) -> WitnessedAttention:
+    def compare_attention(self) -> ComparedAttention:
         """From now on run the definition of attention beside the backend. The cache is made anew, so nothing may have
         run yet. Raises `ModelError` if attention is the model's own."""
-        return self.require_packed().witness()
+        return self.require_packed().comparison()
 
 
 def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:

@@ -32,9 +32,9 @@ class GrammarMatcher:
 
     def clone(self) -> Self:
         """Return a matcher in the same state, for another sequence."""
-        twin = type(self)(self._vocabulary, self._matcher.deep_copy())
-        twin._is_ended = self._is_ended
-        return twin
+        proxy = type(self)(self._vocabulary, self._matcher.deep_copy())
+        proxy._is_ended = self._is_ended
+        return proxy
 
     def accept(self, token_id: int) -> bool:
         """Advance by one token; return False, and do nothing, if the grammar does not allow it here.

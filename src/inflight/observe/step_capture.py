@@ -3,7 +3,7 @@
 from collections.abc import Callable, Collection
 
 from inflight.contracts.record import StepRecord
-from inflight.execution.attention.witness import WitnessedAttention
+from inflight.execution.attention.compared import ComparedAttention
 from inflight.observe.lanes import Lanes
 from inflight.observe.step_view import StepView, view_span, view_step
 
@@ -25,7 +25,7 @@ class StepCapture:
 
     def __init__(
         self,
-        witness: WitnessedAttention,
+        comparison: ComparedAttention,
         steps: Collection[int] | None = None,
         token_text: Callable[[int], str] = str,
     ) -> None:
@@ -35,14 +35,14 @@ class StepCapture:
         self._before: StepView | None = None  # without `steps`: the last step
         self._mixed: StepView | None = None  # and the first that mixes kinds
         self._is_complete = False
-        self._witness = witness
+        self._comparison = comparison
         self._steps = steps
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
         self._holders: dict[int, int] = {}  # for each slot, the sequence that had it last
         self._cached: dict[int, int] = {}  # the token at each place of the cache, of whichever sequence
         self._known: dict[int, dict[int, int]] = {}  # for each sequence, the tokens seen in the cache, by position
-        witness.comparing = self._may_keep(0)
+        comparison.comparing = self._may_keep(0)
 
     @property
     def is_complete(self) -> bool:
@@ -58,12 +58,12 @@ class StepCapture:
 
     def observe(self, record: StepRecord) -> None:
         """Track which token is where in the cache; keep the step if it is a wanted one."""
-        batch = self._witness.batch
+        batch = self._comparison.batch
         assert batch is not None, "a step has run"
         if self._is_complete:
             return
         self.num_steps = record.step + 1
-        self._witness.comparing = self._may_keep(self.num_steps)
+        self._comparison.comparing = self._may_keep(self.num_steps)
         self._follow_copies()
         self._cached.update(zip(batch.groups[0].cache_indices.tolist(), batch.input_ids.tolist(), strict=True))
         spans = []
@@ -80,7 +80,7 @@ class StepCapture:
             record.num_waiting,
         )
         if spans:
-            self._keep(view_step(record, spans, batch, self._witness.calls, self._witness.name))
+            self._keep(view_step(record, spans, batch, self._comparison.calls, self._comparison.name))
 
     def _may_keep(self, step: int) -> bool:
         return self._steps is None or step in self._steps
@@ -98,14 +98,14 @@ class StepCapture:
         self._before = view
 
     def _follow_copies(self) -> None:
-        size = self._witness.block_size
-        part = size * self._witness.num_parts  # places from one block's part to the next one's
-        moved = [(source * part + i, to * part + i) for source, to in self._witness.copies for i in range(size)]
+        size = self._comparison.block_size
+        part = size * self._comparison.num_parts  # places from one block's part to the next one's
+        moved = [(source * part + i, to * part + i) for source, to in self._comparison.copies for i in range(size)]
         self._cached.update([(to, self._cached[source]) for source, to in moved if source in self._cached])
 
     def _keys(self, number: int, table: list[int], end: int) -> list[int | None]:
         """Return a sequence's tokens; None where no layer keeps them and they were never seen in the cache."""
-        known, size = self._known.setdefault(number, {}), self._witness.block_size
+        known, size = self._known.setdefault(number, {}), self._comparison.block_size
         for position in range(end):
             if (block := table[position // size]) >= 0:
                 known[position] = self._cached[block * size + position % size]

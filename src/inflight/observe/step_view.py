@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 
 from inflight.contracts.record import SpanKind, SpanRecord, StepRecord
+from inflight.execution.attention.compared import ComparedCall
 from inflight.execution.attention.reference import ragged_mask
-from inflight.execution.attention.witness import WitnessedCall
 from inflight.execution.ragged_batch import RaggedBatch
 
 COLOURS = ("#2f7fe0", "#e8590c", "#2b9a45", "#ae3ec9", "#c28100", "#0c8599", "#d6336c", "#7a6bdf")
@@ -175,7 +175,7 @@ def view_span(
 
 
 def view_step(
-    record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[WitnessedCall], backend: str
+    record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[ComparedCall], backend: str
 ) -> StepView:
     """Assemble a step from its record, its spans, the batch that ran, and its witnessed attention calls."""
     return StepView(
@@ -189,7 +189,7 @@ def view_step(
     )
 
 
-def view_masks(batch: RaggedBatch, calls: Sequence[WitnessedCall]) -> tuple[MaskView, ...]:
+def view_masks(batch: RaggedBatch, calls: Sequence[ComparedCall]) -> tuple[MaskView, ...]:
     """Return one mask for each window and chunk among the calls, in the order of their first calls."""
     kinds: dict[tuple[int | None, int | None], list[int]] = {}
     for number, call in enumerate(calls):

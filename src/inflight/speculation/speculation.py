@@ -29,7 +29,7 @@ SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
 FEWEST_STEPS_WITH_GUESSES, MOST_STEPS_WITH_GUESSES = 4, 100
 """After so many steps, at first and in the end, one has no guesses: else nobody would know how long that takes."""
-CANDOUR_MEMORY, CANDOUR_WEIGHT, CANDOUR_FORGETTING = 0.99, 10.0, 0.998
+CANDOUR_MEMORY, CALIBRATION_WEIGHT, CANDOUR_FORGETTING = 0.99, 10.0, 0.998
 """How much of what was hoped for, and what came of it, counts after each step with guesses; and for how many tokens it
 counts that hopes come true. Of many guesses those are taken whose chances were overestimated. After a step without
 guesses less of it counts: in the end somebody tries again."""
@@ -149,10 +149,10 @@ class Speculation:
         chances = ((chance, place) for place, each in enumerate(guesses) for chance in accumulate(each.chances, mul))
         likely = sorted(chances, reverse=True)[: step.budget]
         rate, num_best, expected = step.num_sequences / without, 0, float(step.num_sequences)
-        candour = min(1.0, (self._num_come + CANDOUR_WEIGHT) / (self._num_hoped + CANDOUR_WEIGHT))
+        calibration = min(1.0, (self._num_come + CALIBRATION_WEIGHT) / (self._num_hoped + CALIBRATION_WEIGHT))
         least = LEAST_GAIN * rate
         for number, (chance, _) in enumerate(likely, 1):
-            expected += candour * chance
+            expected += calibration * chance
             with_guesses = expected / (self.times.seconds(step.num_tokens + number) or without)
             if with_guesses > max(rate, least):
                 rate, num_best = with_guesses, number

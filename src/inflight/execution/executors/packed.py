@@ -11,11 +11,11 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.features import INSPECTION, Features
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
+from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.attention.storage import allocate_storages
-from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
@@ -216,15 +216,15 @@ class PackedExecutor:
         """Run the model's own Python in every forward pass from now on."""
         self._recorded = None
 
-    def witness(self) -> WitnessedAttention:
+    def comparison(self) -> ComparedAttention:
         """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
         nothing may have run before; a model that was recorded walks, because its attention calls skip the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
-        witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
-        self.backend = witness
+        comparison = ComparedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
+        self.backend = comparison
         self.walk()
         self.allocate(self._num_blocks)
-        return witness
+        return comparison
 
     def _attend(
         self,

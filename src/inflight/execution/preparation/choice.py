@@ -1,6 +1,6 @@
 """Chooses a model's executor: the first of packed, rows and sequential that is proved to give the plain results.
 
-Decides what to prove this on, and what the model itself has to show when its twin was proved.
+Decides what to prove this on, and what the model itself has to show when its proxy was proved.
 """
 
 import logging
@@ -30,17 +30,17 @@ from inflight.execution.preparation.agreement import (
 )
 from inflight.execution.preparation.kept_program import KeptProgram
 from inflight.execution.preparation.own_attention import (
-    find_way,
+    find_mode,
     make_executor,
     prepare_own_attention,
     prove_prepacking,
 )
-from inflight.execution.preparation.packed_way import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.packed_proof import MakeBackend, prepare_packed, prove_packed
 from inflight.execution.preparation.proof import PlainModel
+from inflight.execution.preparation.proof_result import ProofResult, RunMode, proof_key
+from inflight.execution.preparation.proxy import make_proxy
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.execution.preparation.twin import make_twin
-from inflight.execution.preparation.verdict import Verdict, Way, verdict_key
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.linears import LetGo
@@ -49,9 +49,9 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 LARGE = 300_000_000
-"""A model of more parameters is not proved itself: that would take longer than a proof on its twin."""
-PACKED = Way("packed")
-ITSELF, TWIN = "the model itself", "a float32 twin"
+"""A model of more parameters is not proved itself: that would take longer than a proof on its proxy."""
+PACKED = RunMode("packed")
+ITSELF, PROXY = "the model itself", "a float32 proxy"
 """What a way can be proved on, in the words of `model_info`."""
 EARLIER = ", at an earlier load"
 """Follows these words."""
@@ -67,13 +67,13 @@ class ChosenExecutor:
     Attributes:
         make_executor: makes the executor, with a cache that is not allocated yet.
         attention_backend: the name of what computes attention.
-        verdict: why this one.
+        result: why this one.
         proved_on: what it was proved on, in words.
     """
 
     make_executor: MakeExecutor
     attention_backend: str
-    verdict: Verdict
+    result: ProofResult
     proved_on: str
     report: PreparationReport
 
@@ -83,13 +83,13 @@ class Preparation:
     """What was found out about a model, as plain data for the next load of its files.
 
     Attributes:
-        verdict, proved_on, report: as in `ChosenExecutor`.
+        result, proved_on, report: as in `ChosenExecutor`.
         program: its recorded forward pass; None: every step runs in Python.
         why_not_recorded: why; None: it is recorded, or was not to be.
         step: a digest of the bits that it gives for a few tokens.
     """
 
-    verdict: Verdict
+    result: ProofResult
     proved_on: str
     report: PreparationReport
     program: KeptProgram | None
@@ -101,7 +101,7 @@ def choose_executor(
     model: PreTrainedModel,
     config: EngineConfig,
     let_go: LetGo | None = None,
-    verdicts: ResultCache[Verdict] | None = None,
+    proof_results: ResultCache[ProofResult] | None = None,
     rank: Rank | None = None,
     known: Preparation | None = None,
     is_listed: bool = False,
@@ -111,11 +111,11 @@ def choose_executor(
     Args:
         model: ours alone, in evaluation mode, on its device.
         let_go: called with each weight as soon as it is prepacked.
-        verdicts: what twins have shown before; None takes the user's.
+        proof_results: what proxies have shown before; None takes the user's.
         rank: whose part of the model is to run; None: all of it.
         known: what an earlier preparation of the same model found: nothing is proved.
         is_listed: whether its class is one of `transformers`' own, unchanged, as in the census. Such a class is proved
-            on a twin.
+            on a proxy.
 
     Raises:
         ModelError: no executor is exact; with all reasons.
@@ -125,9 +125,9 @@ def choose_executor(
         raise ModelError(
             f"{type(model).__name__} is an encoder-decoder; inflight runs decoder-only causal language models"
         )
-    if verdicts is None:
-        verdicts = ResultCache.of_the_user(Verdict)
-    search = _Search(model, config, let_go, verdicts, rank, is_listed=is_listed)
+    if proof_results is None:
+        proof_results = ResultCache.of_the_user(ProofResult)
+    search = _Search(model, config, let_go, proof_results, rank, is_listed=is_listed)
     return search.choose() if known is None else search.take(known)
 
 
@@ -139,7 +139,7 @@ class _Search:
         model: PreTrainedModel,
         config: EngineConfig,
         let_go: LetGo | None,
-        verdicts: ResultCache[Verdict],
+        proof_results: ResultCache[ProofResult],
         rank: Rank | None,
         *,
         is_listed: bool,
@@ -147,20 +147,20 @@ class _Search:
         self._model = model
         self._config = config
         self._let_go = let_go
-        self._verdicts = verdicts
+        self._proof_results = proof_results
         self._rank = rank
         self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         self._is_precise = precision_of(model) is FULL_PRECISION
         self._is_listed = is_listed
         self._is_proved_itself = self._is_precise and not self._is_large and not is_listed
         self._reasons: dict[str, str] = {}
-        """For each way that was proved on a twin but is wrong for the model itself: why."""
-        self._failed: list[Verdict] = []
+        """For each way that was proved on a proxy but is wrong for the model itself: why."""
+        self._failed: list[ProofResult] = []
 
     def take(self, known: Preparation) -> ChosenExecutor:
         """What was chosen for the same model before."""
-        choice = self._prepare(known.verdict, known.proved_on.removesuffix(EARLIER) + EARLIER, known.report)
-        self._tell(known.verdict, choice)
+        choice = self._prepare(known.result, known.proved_on.removesuffix(EARLIER) + EARLIER, known.report)
+        self._tell(known.result, choice)
         return choice
 
     def choose(self) -> ChosenExecutor:
@@ -170,57 +170,57 @@ class _Search:
             executors = ["packed"]
         in_use = attention_in_use(self._model)
         key = None
-        if self._verdicts.keeps and not self._is_proved_itself:
-            key = verdict_key(self._model, self._config)
+        if self._proof_results.keeps and not self._is_proved_itself:
+            key = proof_key(self._model, self._config)
         while True:
-            verdict, proved_on = self._prove(executors, key)
+            result, proved_on = self._prove(executors, key)
             try:
-                choice = self._prepare(verdict, proved_on)
+                choice = self._prepare(result, proved_on)
             except NotFiniteError:
                 raise
             except ModelError as error:
                 restore_attention(self._model, in_use)
-                self._verdicts.forget(key)
-                self._failed.append(verdict)
-                self._reasons["packed" if verdict.way == PACKED else str(verdict.way)] = str(error)
-                if verdict.way == PACKED:
+                self._proof_results.forget(key)
+                self._failed.append(result)
+                self._reasons["packed" if result.mode == PACKED else str(result.mode)] = str(error)
+                if result.mode == PACKED:
                     executors = executors[1:]
                 key = None
                 if not executors:
                     raise ModelError("; ".join(self._reasons.values())) from error
             except PrepackingError:
-                self._verdicts.forget(key)
+                self._proof_results.forget(key)
                 raise
             else:
-                self._tell(verdict, choice)
+                self._tell(result, choice)
                 return choice
 
-    def _tell(self, verdict: Verdict, choice: ChosenExecutor) -> None:
+    def _tell(self, result: ProofResult, choice: ChosenExecutor) -> None:
         """Log the choice in one line."""
-        name, executor = type(self._model).__name__, verdict.way.executor
+        name, executor = type(self._model).__name__, result.mode.executor
         said = "; ".join((f"{name} runs as {executor}, proved on {choice.proved_on}", *choice.report.notes))
         logger.log(logging.INFO if executor == "packed" else logging.WARNING, "%s", said)
 
     # --------------------------------------------------------------------------------------- the proof
 
-    def _prove(self, executors: Sequence[str], key: str | None) -> tuple[Verdict, str]:
-        """A verdict, and what it was proved on, in words."""
+    def _prove(self, executors: Sequence[str], key: str | None) -> tuple[ProofResult, str]:
+        """A proof result, and what it was proved on, in words."""
         if self._is_proved_itself:
             return self._first_exact(executors, self._model, self._plain), ITSELF
-        cached = None if self._config.verify else self._verdicts.find(key)
+        cached = None if self._config.verify else self._proof_results.find(key)
         if cached is not None:
-            return cached, TWIN + EARLIER
+            return cached, PROXY + EARLIER
         try:
             with _no_tensor_float(self._model.device):
-                twin = make_twin(self._model)
+                proxy = make_proxy(self._model)
         except ModelError as error:
             return self._first_exact(executors, self._model, partial(self._plain, error)), ITSELF
-        with _no_tensor_float(twin.model.device):
-            verdict = self._first_exact(executors, twin.model, lambda: twin)
-        if self._is_precise and verdict.way.in_one_piece:  # the model itself may allow a better way
+        with _no_tensor_float(proxy.model.device):
+            result = self._first_exact(executors, proxy.model, lambda: proxy)
+        if self._is_precise and result.mode.in_one_piece:  # the model itself may allow a better way
             return self._first_exact(executors, self._model, self._plain), ITSELF
-        self._verdicts.keep(key, verdict)
-        return verdict, TWIN
+        self._proof_results.keep(key, result)
+        return result, PROXY
 
     def _plain(self, why_no_twin: ModelError | None = None) -> PlainModel:
         """The plain model itself, to prove ways on."""
@@ -231,7 +231,7 @@ class _Search:
 
     def _first_exact(
         self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]
-    ) -> Verdict:
+    ) -> ProofResult:
         """The first of `executors` that runs `subject` exactly. Raises `ModelError` with all reasons if none does.
 
         Args:
@@ -243,7 +243,7 @@ class _Search:
             try:
                 proved = prove_packed(subject, self._exact_backend(subject))
                 restore_attention(subject, in_use)
-                return Verdict(PACKED, generate_difference=proved.with_noise().generate_difference())
+                return ProofResult(PACKED, generate_difference=proved.with_noise().generate_difference())
             except NotFiniteError:
                 raise
             except ModelError as error:
@@ -257,37 +257,37 @@ class _Search:
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error
-        verdict = replace(find_way(alone, own, reasons, self._failed), generate_difference=alone.generate_difference())
+        result = replace(find_mode(alone, own, reasons, self._failed), generate_difference=alone.generate_difference())
         if not can_prepack(self._model):
-            return verdict
-        return replace(verdict, why_not_prepacked=self._why_not_to_prepack(verdict, alone))
+            return result
+        return replace(result, why_not_prepacked=self._why_not_to_prepack(result, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
         """Make the attention backend that will be used, but over a cache that rounds nothing."""
         return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
 
-    def _why_not_to_prepack(self, verdict: Verdict, alone: PlainModel) -> str | None:
-        """Why prepacking would change the model's results, tried on a twin that is not needed any more; None: it does
+    def _why_not_to_prepack(self, result: ProofResult, alone: PlainModel) -> str | None:
+        """Why prepacking would change the model's results, tried on a proxy that is not needed any more; None: it does
         not."""
         try:
-            twin = make_twin(self._model) if alone.model is self._model else alone
-            prove_prepacking(verdict.way, twin.as_generated() if verdict.is_generated else twin)
+            proxy = make_proxy(self._model) if alone.model is self._model else alone
+            prove_prepacking(result.mode, proxy.as_generated() if result.is_generated else proxy)
         except Exception as error:
             return f"{type(error).__name__}: {error}"
         return None
 
     # --------------------------------------------------------------------------------------- the model itself
 
-    def _prepare(self, verdict: Verdict, proved_on: str, known: PreparationReport | None = None) -> ChosenExecutor:
+    def _prepare(self, result: ProofResult, proved_on: str, known: PreparationReport | None = None) -> ChosenExecutor:
         """Prepare the model. Raises `ModelError` if it does not give its plain results."""
-        model, config, way = self._model, self._config, verdict.way
+        model, config, mode = self._model, self._config, result.mode
         is_short = proved_on != ITSELF
-        if way != PACKED:
-            report = prepare_own_attention(model, verdict, is_large=is_short, let_go=self._let_go, known=known)
+        if mode != PACKED:
+            report = prepare_own_attention(model, result, is_large=is_short, let_go=self._let_go, known=known)
             if known is None:
-                report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
+                report = replace(report, notes=(*report.notes, *_notes_on_generate(result)))
             name = str(model.config._attn_implementation)
-            return ChosenExecutor(partial(make_executor, way, model), name, verdict, proved_on, report)
+            return ChosenExecutor(partial(make_executor, mode, model), name, result, proved_on, report)
 
         def backend(block_size: int) -> AttentionBackend:
             name, stored = config.attention_backend, config.kv_cache_dtype
@@ -305,7 +305,7 @@ class _Search:
             known=known,
         )
         if known is None:
-            report = replace(report, notes=(*report.notes, *_notes_on_generate(verdict)))
+            report = replace(report, notes=(*report.notes, *_notes_on_generate(result)))
 
         def make(block_size: int, num_slots: int) -> Executor:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
@@ -313,14 +313,14 @@ class _Search:
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
             return PackedExecutor(model, attention, grouping, report.min_rows, report.counting)
 
-        return ChosenExecutor(make, backend(config.block_size).name, verdict, proved_on, report)
+        return ChosenExecutor(make, backend(config.block_size).name, result, proved_on, report)
 
 
-def _notes_on_generate(verdict: Verdict) -> tuple[str, ...]:
-    if verdict.is_as_generate:
+def _notes_on_generate(result: ProofResult) -> tuple[str, ...]:
+    if result.is_as_generate:
         return ()
     return (
-        f"model.generate gives other logits (by {verdict.generate_difference:.1e} of their size) than one forward pass "
+        f"model.generate gives other logits (by {result.generate_difference:.1e} of their size) than one forward pass "
         "over the whole sequence, whose results these are",
     )
 

@@ -21,7 +21,7 @@ from inflight.execution.executors import PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import kernels_in_use
 from inflight.execution.preparation.proof import draw_prompts
-from inflight.execution.preparation.verdict import own_code
+from inflight.execution.preparation.proof_result import own_code
 from inflight.execution.ragged_batch import RaggedBatch
 
 BYTES_AT_ONCE = 2**26

@@ -39,8 +39,8 @@ from inflight.execution.preparation.proof import (
     compare,
     prove,
 )
+from inflight.execution.preparation.proof_result import ProofResult, RunMode
 from inflight.execution.preparation.report import PreparationReport
-from inflight.execution.preparation.verdict import Verdict, Way
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import LetGo, prepack_linears
@@ -49,59 +49,59 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 MISTAKEN = 0.7
 """A relative error of logits that shows a mistake, unless rounding alone can be as large: then it shows nothing."""
 ROUNDED = 0.2
-"""The relative error of logits that is allowed in low precision. It finds mistakes only; the proof is on a twin."""
+"""The relative error of logits that is allowed in low precision. It finds mistakes only; the proof is on a proxy."""
 PREPACKING_RUN_LENGTH = 12
 """Tokens of the forward pass that shows which linear layers can run as one."""
 
-WAYS = {
-    "rows": (Way("rows", pads=True), Way("rows"), Way("rows", in_one_piece=True)),
-    "sequential": (Way("sequential"), Way("sequential", in_one_piece=True)),
+RUN_MODES = {
+    "rows": (RunMode("rows", pads=True), RunMode("rows"), RunMode("rows", in_one_piece=True)),
+    "sequential": (RunMode("sequential"), RunMode("sequential", in_one_piece=True)),
 }
-RECOMPUTED = Way("sequential", in_one_piece=True, uses_cache=False)
+RECOMPUTED = RunMode("sequential", in_one_piece=True, uses_cache=False)
 
 
-def make_executor(way: Way, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
+def make_executor(mode: RunMode, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
     """The executor that runs `model` this way. Raises `ModelError` if it cannot handle the model's cache."""
-    if way.executor == "rows":
-        return RowsExecutor(model, block_size, num_slots, in_one_piece=way.in_one_piece, pads=way.pads)
-    return SequentialExecutor(model, in_one_piece=way.in_one_piece, uses_cache=way.uses_cache)
+    if mode.executor == "rows":
+        return RowsExecutor(model, block_size, num_slots, in_one_piece=mode.in_one_piece, pads=mode.pads)
+    return SequentialExecutor(model, in_one_piece=mode.in_one_piece, uses_cache=mode.uses_cache)
 
 
 # ------------------------------------------------------------------------------------------- the search
 
 
-def find_way(
-    plain: PlainModel, executors: Sequence[str], others: Mapping[str, str], failed: Sequence[Verdict] = ()
-) -> Verdict:
+def find_mode(
+    plain: PlainModel, executors: Sequence[str], others: Mapping[str, str], failed: Sequence[ProofResult] = ()
+) -> ProofResult:
     """The first way that is exact, in the order of `executors`.
 
     Args:
         plain: a model in full precision to prove the ways on, with its effect.
         others: why executors that were tried before are not exact, by name.
-        failed: verdicts that turned out to be wrong for the model itself.
+        failed: proof results that turned out to be wrong for the model itself.
 
     Raises:
         ModelError: no way is exact; with all reasons.
     """
     reasons = dict(others)
-    not_again = {(verdict.way, verdict.is_generated) for verdict in failed}
+    not_again = {(result.mode, result.is_generated) for result in failed}
     for executor in executors:
-        ways = [way for way in WAYS[executor] if (way, False) not in not_again]
+        modes = [mode for mode in RUN_MODES[executor] if (mode, False) not in not_again]
         try:
-            return _first_of(ways, plain, reasons)
+            return _first_of(modes, plain, reasons)
         except ModelError as error:
-            if ways:  # otherwise `others` says why each of them failed
+            if modes:  # otherwise `others` says why each of them failed
                 reasons[executor] = str(error)
     with suppress(ModelError):  # the reasons so far say more
-        ways = [way for executor in executors for way in WAYS[executor] if (way, True) not in not_again]
-        return _first_as_generated(plain, ways, others)
+        modes = [mode for executor in executors for mode in RUN_MODES[executor] if (mode, True) not in not_again]
+        return _first_as_generated(plain, modes, others)
     if "sequential" in executors and (RECOMPUTED, False) not in not_again:
         with suppress(ModelError):
             return _first_of([RECOMPUTED], plain, reasons)
     raise ModelError("; ".join(reasons.values()))
 
 
-def _first_as_generated(plain: PlainModel, ways: Sequence[Way], others: Mapping[str, str]) -> Verdict:
+def _first_as_generated(plain: PlainModel, modes: Sequence[RunMode], others: Mapping[str, str]) -> ProofResult:
     """The first of `ways` that gives what `model.generate` sees."""
     generated = plain.as_generated()
     difference = max(map(relative_error, generated.logits, plain.logits))
@@ -110,45 +110,45 @@ def _first_as_generated(plain: PlainModel, ways: Sequence[Way], others: Mapping[
         "sequence that was preempted is computed anew as a prompt"
     }
     # In pieces, a prompt's last token may come alone, and would be computed like a token after the prompt.
-    whole = [way for way in ways if way.in_one_piece]
+    whole = [mode for mode in modes if mode.in_one_piece]
     return replace(_first_of(whole, generated, said | dict(others)), is_generated=True)
 
 
-def _first_of(ways: Sequence[Way], plain: PlainModel, reasons: Mapping[str, str]) -> Verdict:
+def _first_of(modes: Sequence[RunMode], plain: PlainModel, reasons: Mapping[str, str]) -> ProofResult:
     failed = []
-    for way in ways:
+    for mode in modes:
         try:
-            _prove(way, plain)
+            _prove(mode, plain)
         except ModelError as failure:
-            failed.append(f"{type(plain.model).__name__} does not run as {way}: {failure}")
+            failed.append(f"{type(plain.model).__name__} does not run as {mode}: {failure}")
         else:
-            return Verdict(way, dict(reasons))
+            return ProofResult(mode, dict(reasons))
     raise ModelError("; ".join(failed))
 
 
-def _prove(way: Way, plain: PlainModel) -> None:
+def _prove(mode: RunMode, plain: PlainModel) -> None:
     """Raise `ModelError` unless the way is exact."""
     why_not = depends_on_row(plain.model.config.get_text_config())
-    if why_not is not None and not (way.executor == "sequential" and way.in_one_piece):
+    if why_not is not None and not (mode.executor == "sequential" and mode.in_one_piece):
         raise ModelError(why_not)
     with as_model_error(""):
-        prove(_small(way, plain), plain, _tolerance(plain))
+        prove(_small(mode, plain), plain, _tolerance(plain))
 
 
-def prove_prepacking(way: Way, twin: PlainModel) -> None:
-    """Raise an error if prepacking changes what a twin gives, as it does where a model reads a weight in its own way.
-    Prepacking cannot be undone, so nothing else can be proved on this twin."""
-    prepack_weights(twin.model)
-    compare(_small(way, twin), twin, _tolerance(twin))
+def prove_prepacking(mode: RunMode, proxy: PlainModel) -> None:
+    """Raise an error if prepacking changes what a proxy gives, as it does where a model reads a weight in its own way.
+    Prepacking cannot be undone, so nothing else can be proved on this proxy."""
+    prepack_weights(proxy.model)
+    compare(_small(mode, proxy), proxy, _tolerance(proxy))
 
 
 def _tolerance(plain: PlainModel) -> float:
     return max(FULL_PRECISION.logits, NOISE_MARGIN * plain.noise)
 
 
-def _small(way: Way, plain: PlainModel) -> Executor:
+def _small(mode: RunMode, plain: PlainModel) -> Executor:
     """The executor over a small cache, for a proof."""
-    return make_executor(way, plain.model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
+    return make_executor(mode, plain.model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
 
 
 # ------------------------------------------------------------------------------------------- making it ready
@@ -156,7 +156,7 @@ def _small(way: Way, plain: PlainModel) -> Executor:
 
 def prepare_own_attention(
     model: PreTrainedModel,
-    verdict: Verdict,
+    result: ProofResult,
     *,
     is_large: bool = False,
     let_go: LetGo | None = None,
@@ -178,27 +178,27 @@ def prepare_own_attention(
         if known.linear_calls is not None:
             prepack_weights(model, known.linear_calls, let_go)
         return known
-    way, linear_calls = verdict.way, None
-    with as_model_error(f"{type(model).__name__} does not run as {way}: "):
+    mode, linear_calls = result.mode, None
+    with as_model_error(f"{type(model).__name__} does not run as {mode}: "):
         plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
-        if verdict.is_generated:
+        if result.is_generated:
             plain = plain.as_generated()
-        error = _compare(way, plain)
-    if can_prepack(model) and verdict.why_not_prepacked is None:
+        error = _compare(mode, plain)
+    if can_prepack(model) and result.why_not_prepacked is None:
         try:
             linear_calls = prepack_weights(model, let_go=let_go)
-            error = _compare(way, plain)
+            error = _compare(mode, plain)
         except Exception as failure:
             raise PrepackingError(model) from failure
     max_model_len, notes = own_limit(model.config.get_text_config())
-    notes[:0] = [f"not {each}: {reason}" for each, reason in verdict.reasons.items()]
-    if verdict.why_not_prepacked is not None:
-        notes.append(f"its weights are not prepacked: {verdict.why_not_prepacked}")
+    notes[:0] = [f"not {each}: {reason}" for each, reason in result.reasons.items()]
+    if result.why_not_prepacked is not None:
+        notes.append(f"its weights are not prepacked: {result.why_not_prepacked}")
     if NOISE_MARGIN * plain.noise >= MISTAKEN:
-        notes.append("rounding changes its logits too much to tell anything by them: proved on a float32 twin")
-    if not way.uses_cache:
+        notes.append("rounding changes its logits too much to tell anything by them: proved on a float32 proxy")
+    if not mode.uses_cache:
         notes.append("nothing can be kept: a sequence is computed from its beginning for every token")
-    if way.in_one_piece:
+    if mode.in_one_piece:
         notes.append("prompts are computed in one piece, when their last tokens have come")
     return PreparationReport(
         max_model_len=max_model_len,
@@ -209,11 +209,11 @@ def prepare_own_attention(
     )
 
 
-def _compare(way: Way, plain: PlainModel) -> float:
+def _compare(mode: RunMode, plain: PlainModel) -> float:
     """The relative error of the model itself. Raises `ModelError` if it is more than rounding explains."""
     usual = FULL_PRECISION.logits if precision_of(plain.model) is FULL_PRECISION else ROUNDED
     tolerance = max(usual, NOISE_MARGIN * plain.noise)
-    return compare(_small(way, plain), plain, tolerance if tolerance < MISTAKEN else inf)
+    return compare(_small(mode, plain), plain, tolerance if tolerance < MISTAKEN else inf)
 
 
 def prepack_weights(

@@ -34,9 +34,9 @@ from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
 from inflight.execution.preparation.kept_program import linked, unlinked
+from inflight.execution.preparation.proof_result import preparation_key
 from inflight.execution.preparation.recording_proof import digest_of_step, prove_recording
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.threads import torch_alone
 from inflight.execution.weights.formats import find_format
@@ -180,7 +180,7 @@ def _prepare(
         if known is None:
             program = unlinked(executor) if isinstance(executor, PackedExecutor) else None
             if (program is not None) == info.is_recorded:
-                found = Preparation(choice.verdict, choice.proved_on, choice.report, program, reason, step)
+                found = Preparation(choice.result, choice.proved_on, choice.report, program, reason, step)
                 cache.keep(key, found)
     return PreparedModel(model, executor, info, digest, adapters, pooler)
 

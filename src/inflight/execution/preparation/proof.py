@@ -2,7 +2,7 @@
 
 Two short prompts run through the plain model one by one, without a cache. Then they run through the executor: in
 chunks, mixed, token by token, over scattered blocks; and again with their slots exchanged, so that anything left in a
-slot shows up. `packed_way` also watches the attention modules meanwhile. `own_attention` looks at nothing but logits,
+slot shows up. `packed_proof` also watches the attention modules meanwhile. `own_attention` looks at nothing but logits,
 so these must depend on the context: a change of a token far back has to matter many times as much as the executor does.
 
 Relative errors, measured on the tiny models of `tests/zoo.py` and on default-initialised ones, on a CPU:

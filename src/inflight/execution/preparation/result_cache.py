@@ -35,8 +35,8 @@ class ResultCache(Generic[T]):
 
     @classmethod
     def of_the_user(cls, kind: type[T]) -> "ResultCache[T]":
-        """The one beside the user's kernels; keeps nothing if `INFLIGHT_REMEMBER_VERDICTS` is 0."""
-        if os.environ.get("INFLIGHT_REMEMBER_VERDICTS") == "0":
+        """The one beside the user's kernels; keeps nothing if `INFLIGHT_CACHE_PREPARATIONS` is 0."""
+        if os.environ.get("INFLIGHT_CACHE_PREPARATIONS") == "0":
             return cls(None, kind)
         try:
             return cls(cache_folder() / f"{kind.__name__.lower()}s", kind)

@@ -204,7 +204,7 @@ class RouterRows(Enum):
     """With how many rows a router runs that is given some."""
 
     AS_GIVEN = "as given"
-    IN_COMPANY = "in company"
+    IN_A_BATCH = "in company"
     """With a few more, so that a single row is computed like one of several."""
     IN_STEPS = "in steps"
     """With a multiple of `STEP`: some routers compute with the numbers of the experts that they have chosen, and torch
@@ -212,7 +212,7 @@ class RouterRows(Enum):
 
     def missing(self, num_rows: int) -> int:
         """How many more than it is given."""
-        return {RouterRows.AS_GIVEN: 0, RouterRows.IN_COMPANY: COMPANY, RouterRows.IN_STEPS: -num_rows % STEP}[self]
+        return {RouterRows.AS_GIVEN: 0, RouterRows.IN_A_BATCH: COMPANY, RouterRows.IN_STEPS: -num_rows % STEP}[self]
 
 
 def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:

@@ -1,4 +1,4 @@
-"""`WitnessedAttention`: a backend with the definition beside it, to compare what ran with what should have.
+"""`ComparedAttention`: a backend with the definition beside it, to compare what ran with what should have.
 
 The definition keeps a cache of its own from the first step on, so the comparison depends neither on how the witnessed
 backend lays out its storage nor on whether it stored correctly. Results are the witnessed backend's.
@@ -23,7 +23,7 @@ class WitnessedCache(KVStorage):
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessedCall:
+class ComparedCall:
     """One attention call of a step, and the largest difference between the two outputs, relative to the largest
     magnitude in the definition's; infinite if an output is not finite."""
 
@@ -31,8 +31,8 @@ class WitnessedCall:
     difference: float
 
 
-class WitnessedAttention:
-    """An `AttentionBackend` that runs `witnessed`, and `ReferenceAttention` beside it.
+class ComparedAttention:
+    """An `AttentionBackend` that runs `compared`, and `ReferenceAttention` beside it.
 
     Attributes:
         comparing: whether the definition attends, too. Writes always go to both caches.
@@ -43,39 +43,39 @@ class WitnessedAttention:
         calls: its attention calls in order; empty if they were not compared.
     """
 
-    def __init__(self, witnessed: AttentionBackend, definition: ReferenceAttention, num_parts: int = 1) -> None:
-        self.name = witnessed.name
-        self.is_batch_invariant = witnessed.is_batch_invariant
+    def __init__(self, compared: AttentionBackend, definition: ReferenceAttention, num_parts: int = 1) -> None:
+        self.name = compared.name
+        self.is_batch_invariant = compared.is_batch_invariant
         self.block_size = definition.block_size
         self.num_parts = num_parts
         self.comparing = False
         self.batch: RaggedBatch | None = None
         self.copies: Sequence[tuple[int, int]] = ()
-        self.calls: list[WitnessedCall] = []
-        self._witnessed = witnessed
+        self.calls: list[ComparedCall] = []
+        self._compared = compared
         self._definition = definition
 
     def bytes_per_block(self, spec: AttentionSpec) -> int:
         """See `AttentionBackend`. Bytes in both caches."""
-        return self._witnessed.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
+        return self._compared.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> WitnessedCache:
         """See `AttentionBackend`. Takes the memory of two caches."""
         own_beside, shadow_beside = (None, None) if beside is None else _both(beside)
-        own = self._witnessed.allocate(num_blocks, spec, own_beside)
+        own = self._compared.allocate(num_blocks, spec, own_beside)
         shadow = self._definition.allocate(num_blocks, spec, shadow_beside)
         return WitnessedCache(own.keys, own.values, own, shadow)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
         self.batch, self.copies, self.calls = batch, (), []
-        self._witnessed.begin_step(batch)
+        self._compared.begin_step(batch)
         self._definition.begin_step(batch)
 
     def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
         """See `AttentionBackend`."""
         own, shadow = _both(cache)
-        self._witnessed.write(own, key, value, spec)
+        self._compared.write(own, key, value, spec)
         self._definition.write(shadow, key, value, spec)
 
     def attend(
@@ -83,24 +83,24 @@ class WitnessedAttention:
     ) -> torch.Tensor:
         """See `AttentionBackend`. Comparing waits for the device."""
         own, shadow = _both(cache)
-        output = self._witnessed.attend(query, own, spec, sinks)
+        output = self._compared.attend(query, own, spec, sinks)
         if self.comparing:
             expected = self._definition.attend(query, shadow, spec, sinks)
-            self.calls.append(WitnessedCall(spec, _largest_difference(output, expected)))
+            self.calls.append(ComparedCall(spec, _largest_difference(output, expected)))
         return output
 
     def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         own, shadow = _both(cache)
         self.copies = copies
-        self._witnessed.copy_blocks(own, copies)
+        self._compared.copy_blocks(own, copies)
         self._definition.copy_blocks(shadow, copies)
 
     def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
         """See `AttentionBackend`."""
         return [
             each
-            for storage, of in zip(_both(cache), (self._witnessed, self._definition), strict=True)
+            for storage, of in zip(_both(cache), (self._compared, self._definition), strict=True)
             for each in of.memory_of(storage)
         ]
 

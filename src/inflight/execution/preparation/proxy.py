@@ -1,4 +1,4 @@
-"""A model's twin: a small float32 model of the same class and configuration, except for sizes, and with random weights
+"""A model's proxy: a small float32 model of the same class and configuration, except for sizes, and with random weights
 that make it sensitive to its context.
 
 It stands in for a model that is too large to prove anything on, or whose precision would hide errors. Decides what to
@@ -31,17 +31,17 @@ MAX_PARAMETERS = 1_000_000_000
 FACTORS = (1.0, 4.0, 8.0, 16.0)
 """Matrices are multiplied by one of these, the first with which the context matters."""
 ENOUGH = 1e-2
-"""The effect of the context, as a relative error of logits, that a twin must have."""
+"""The effect of the context, as a relative error of logits, that a proxy must have."""
 SLOW = -4.0
 """The bias of a state space's time steps. With their initial one, some forget everything at once."""
 
 
-def make_twin(model: PreTrainedModel) -> PlainModel:
-    """A twin of `model`, run plainly, with its effect.
+def make_proxy(model: PreTrainedModel) -> PlainModel:
+    """A proxy of `model`, run plainly, with its effect.
 
     Raises:
         NotCausalError: the model is no causal language model.
-        ModelError: no twin can be made.
+        ModelError: no proxy can be made.
     """
     reasons = []
     for cuts in CHOICES_OF_CUTS:
@@ -54,8 +54,8 @@ def make_twin(model: PreTrainedModel) -> PlainModel:
     raise ModelError(f"no small float32 copy of {type(model).__name__} can be made to prove it on ({reasons[0]})")
 
 
-def make_body_twin(model: PreTrainedModel) -> PreTrainedModel:
-    """A twin of a model without a head, whose attention modules alone will be looked at. Raises `ModelError` if none
+def make_body_proxy(model: PreTrainedModel) -> PreTrainedModel:
+    """A proxy of a model without a head, whose attention modules alone will be looked at. Raises `ModelError` if none
     can be made."""
     reasons = []
     for cuts in CHOICES_OF_CUTS:
@@ -83,21 +83,21 @@ def _drawn(model: PreTrainedModel, config: PreTrainedConfig, factor: float) -> P
         raise ModelError(f"it has {size} parameters")
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        twin = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32).eval().requires_grad_(False)
-    twin.to(model.device)
-    tables = [module.weight for module in twin.modules() if isinstance(module, torch.nn.Embedding)]
-    for name, weight in twin.named_parameters():
+        proxy = type(model)._from_config(copy.deepcopy(config), dtype=torch.float32).eval().requires_grad_(False)
+    proxy.to(model.device)
+    tables = [module.weight for module in proxy.modules() if isinstance(module, torch.nn.Embedding)]
+    for name, weight in proxy.named_parameters():
         if weight.dim() >= 2 and not any(weight is table for table in tables):
             weight.mul_(factor)
         elif name.endswith("dt_bias"):
             weight.fill_(SLOW)
-    return twin
+    return proxy
 
 
 # ------------------------------------------------------------------------------------------- what is cut
 
 Cut: TypeAlias = Callable[[PreTrainedConfig, PreTrainedModel], None]
-"""Reduces some sizes in a configuration, in place, for a twin of the model."""
+"""Reduces some sizes in a configuration, in place, for a proxy of the model."""
 
 
 def _smaller(model: PreTrainedModel, cuts: Sequence[Cut]) -> PreTrainedConfig:
@@ -204,4 +204,4 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
 
 CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower)
 CHOICES_OF_CUTS = (CUTS, (_layers_in_pairs, *CUTS[1:]), *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
-"""Sets of cuts to try in turn, until the class allows one; the smallest twin first."""
+"""Sets of cuts to try in turn, until the class allows one; the smallest proxy first."""

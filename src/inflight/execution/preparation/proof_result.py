@@ -1,7 +1,7 @@
 """What a proof has shown, as plain data, and the keys by which it is cached.
 
-A twin has random weights, so what it shows holds for every model of its class and configuration, as long as no code
-changes that is involved (`verdict_key`). What was found out about a model itself holds for its files, on this machine,
+A proxy has random weights, so what it shows holds for every model of its class and configuration, as long as no code
+changes that is involved (`proof_key`). What was found out about a model itself holds for its files, on this machine,
 with the same options (`preparation_key`).
 """
 
@@ -30,7 +30,7 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""Entries of a configuration that make no difference to a twin."""
+"""Entries of a configuration that make no difference to a proxy."""
 SOURCES = Path(__file__).parents[1]
 """The code that decides how a model runs."""
 OF_THE_SCHEDULER = (
@@ -44,7 +44,7 @@ ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_",
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class RunMode:
     """A way of running a model.
 
     Attributes:
@@ -66,7 +66,7 @@ class Way:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class ProofResult:
     """What a proof has shown.
 
     Attributes:
@@ -78,7 +78,7 @@ class Verdict:
             gives the same.
     """
 
-    way: Way
+    mode: RunMode
     reasons: dict[str, str] = field(default_factory=dict)
     is_generated: bool = False
     why_not_prepacked: str | None = None
@@ -90,9 +90,9 @@ class Verdict:
         return self.is_generated or self.generate_difference == 0.0
 
 
-def verdict_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
-    """A digest of everything that the verdict on a model's twin depends on; None if some of it cannot be read, such as
-    the source of a class that was written in a notebook."""
+def proof_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
+    """A digest of everything that a proof on a model's proxy depends on; None if some of it cannot be read, such as the
+    source of a class that was written in a notebook."""
     try:
         return _digest(model, config)
     except Exception as error:

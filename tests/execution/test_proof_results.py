@@ -1,4 +1,4 @@
-"""A proof on a twin holds for its model, and its verdict is cached until one of its inputs changes."""
+"""A proof on a proxy holds for its model, and its proof result is cached until one of its inputs changes."""
 
 import os
 import random
@@ -15,20 +15,22 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
 from inflight.execution.hf.load import load_model
-from inflight.execution.preparation import choice, own_attention, packed_way, result_cache, verdict
-from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, TWIN, ChosenExecutor, choose_executor
+from inflight.execution.preparation import choice, own_attention, packed_proof, proof_result, result_cache
+from inflight.execution.preparation.choice import EARLIER, ITSELF, PACKED, PROXY, ChosenExecutor, choose_executor
 from inflight.execution.preparation.proof import PlainModel
+from inflight.execution.preparation.proof_result import ProofResult, RunMode, proof_key
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.execution.preparation.verdict import Verdict, Way, verdict_key
 from tests import others, zoo
 from tests.execution import this_cpu
 
 BUILD = dict.fromkeys(zoo.ARCHITECTURES, zoo.build) | dict.fromkeys(others.ALL | others.OTHERS, others.build)
 
 
-def choose(model: PreTrainedModel, verdicts: ResultCache[Verdict] | None = None, **options: Any) -> ChosenExecutor:
+def choose(
+    model: PreTrainedModel, proof_results: ResultCache[ProofResult] | None = None, **options: Any
+) -> ChosenExecutor:
     config = EngineConfig(**options)
-    return choose_executor(load_model(model, config), config, verdicts=verdicts)
+    return choose_executor(load_model(model, config), config, proof_results=proof_results)
 
 
 @pytest.fixture
@@ -37,10 +39,10 @@ def all_are_large(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def twins(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrainedModel]:
-    """The models of which twins were made."""
+def proxies(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTrainedModel]:
+    """The models of which proxies were made."""
     made: list[PreTrainedModel] = []
-    make = choice.make_twin
+    make = choice.make_proxy
 
     def counted(model: PreTrainedModel) -> PlainModel:
         made.append(model)
@@ -60,7 +62,7 @@ def test_a_proof_on_a_twin_gives_the_result_of_a_proof_on_the_model(name: str, m
     made = [each.make_executor(4, 2) for each in (itself, by_twin)]
     assert len({(type(each), getattr(each, "in_one_piece", None), getattr(each, "pads", None)) for each in made}) == 1
     in_one_piece = getattr(made[1], "in_one_piece", False)  # a proof on the model might have found a better way
-    assert (itself.proved_on, by_twin.proved_on) == (ITSELF, ITSELF if in_one_piece else TWIN)
+    assert (itself.proved_on, by_twin.proved_on) == (ITSELF, ITSELF if in_one_piece else PROXY)
     assert by_twin.report.specs == itself.report.specs
     assert by_twin.report.max_model_len == itself.report.max_model_len
     assert by_twin.report.logits_error < 2e-5 or name == "deep"
@@ -70,7 +72,7 @@ def test_a_proof_on_a_twin_gives_the_result_of_a_proof_on_the_model(name: str, m
 def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) -> None:
     model = BUILD[name](name)
     llm = LLM(model, **others.options(num_blocks=200))
-    assert llm.model_info.proved_on == TWIN
+    assert llm.model_info.proved_on == PROXY
     chance = random.Random(0)
     prompts = [[chance.randrange(1, zoo.VOCAB_SIZE) for _ in range(length)] for length in (1, 40, 23)]
     params = SamplingParams(temperature=0, max_tokens=12)
@@ -79,34 +81,34 @@ def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next"])
-def test_the_verdict_of_a_twin_is_cached(name: str, twins: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_the_verdict_of_a_twin_is_cached(name: str, proxies: list[PreTrainedModel], tmp_path: Path) -> None:
     model, folder = BUILD[name](name), tmp_path / "made" / "when needed"
-    first = choose(model, ResultCache(folder, Verdict))
-    assert len(twins) == 1
-    second = choose(model, ResultCache(folder, Verdict))
-    assert len(twins) == 1
-    assert (first.proved_on, second.proved_on) == (TWIN, TWIN + EARLIER)
+    first = choose(model, ResultCache(folder, ProofResult))
+    assert len(proxies) == 1
+    second = choose(model, ResultCache(folder, ProofResult))
+    assert len(proxies) == 1
+    assert (first.proved_on, second.proved_on) == (PROXY, PROXY + EARLIER)
     assert second.report == first.report
     assert len(list(folder.iterdir())) == len(list(folder.parent.iterdir())) == 1, "nothing half written is left"
 
 
-def test_a_wrong_verdict_is_dropped(twins: list[PreTrainedModel], tmp_path: Path) -> None:
-    """A cached verdict wrongly says that BLOOM runs packed. The model itself fails, so the other ways are proved
+def test_a_wrong_verdict_is_dropped(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
+    """A cached proof result wrongly says that BLOOM runs packed. The model itself fails, so the other ways are proved
     again."""
-    model, verdicts = BUILD["bloom"]("bloom"), ResultCache(tmp_path, Verdict)
-    key = verdict_key(model, EngineConfig())
-    verdicts.keep(key, Verdict(PACKED))
-    found = choose(model, verdicts)
-    assert (found.proved_on, type(found.make_executor(4, 2)).__name__) == (TWIN, "RowsExecutor")
+    model, proof_results = BUILD["bloom"]("bloom"), ResultCache(tmp_path, ProofResult)
+    key = proof_key(model, EngineConfig())
+    proof_results.keep(key, ProofResult(PACKED))
+    found = choose(model, proof_results)
+    assert (found.proved_on, type(found.make_executor(4, 2)).__name__) == (PROXY, "RowsExecutor")
     assert any(note.startswith("not packed: BloomForCausalLM takes no position_ids") for note in found.report.notes)
-    assert verdicts.find(key) is None
+    assert proof_results.find(key) is None
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_that_differs_from_its_twin_is_proved_again(
-    dtype: str, twins: list[PreTrainedModel], tmp_path: Path
+    dtype: str, proxies: list[PreTrainedModel], tmp_path: Path
 ) -> None:
-    """From the third layer on, layers look one row back; a twin with two layers does not show this."""
+    """From the third layer on, layers look one row back; a proxy with two layers does not show this."""
     base = zoo.build("llama")
 
     class LooksBack(type(base)):  # type: ignore[misc]
@@ -117,9 +119,9 @@ def test_a_model_that_differs_from_its_twin_is_proved_again(
 
     model = LooksBack(base.config).eval().requires_grad_(False)
     model.load_state_dict(base.state_dict())
-    verdicts = ResultCache(tmp_path, Verdict)
+    proof_results = ResultCache(tmp_path, ProofResult)
     for _ in range(2):
-        found = choose(model, verdicts, dtype=dtype)
+        found = choose(model, proof_results, dtype=dtype)
         assert not isinstance(found.make_executor(4, 2), PackedExecutor)
         assert any("does not give the plain model's results" in note for note in found.report.notes)
     assert not list(tmp_path.iterdir()), "what is wrong for the model is not remembered"
@@ -130,10 +132,10 @@ def test_an_executor_has_another_way_if_the_model_fails_with_the_first(
 ) -> None:
     compare = own_attention._compare
 
-    def fail_if_padded(way: Way, plain: PlainModel, **options: bool) -> float:
-        if way.pads:
+    def fail_if_padded(mode: RunMode, plain: PlainModel, **options: bool) -> float:
+        if mode.pads:
             raise ModelError("not padded")
-        return compare(way, plain, **options)
+        return compare(mode, plain, **options)
 
     monkeypatch.setattr(own_attention, "_compare", fail_if_padded)
     found = choose(others.build("bloom"))
@@ -151,10 +153,10 @@ def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
             weight.mul_(-1)
 
     this_cpu.needs(torch.bfloat16)
-    verdicts = ResultCache(tmp_path, Verdict)
-    monkeypatch.setattr(packed_way, "prepack_experts", spoil)
+    proof_results = ResultCache(tmp_path, ProofResult)
+    monkeypatch.setattr(packed_proof, "prepack_experts", spoil)
     with pytest.raises(RuntimeError, match="the weights of LlamaForCausalLM could not be prepacked"):
-        choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16), verdicts)
+        choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16), proof_results)
     assert not list(tmp_path.iterdir())
 
 
@@ -162,16 +164,16 @@ def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
 def test_a_verdict_without_int8_does_not_apply_to_int8(
     option: dict[str, str], all_are_large: None, tmp_path: Path
 ) -> None:
-    verdicts, model = ResultCache(tmp_path, Verdict), others.build("bloom").to(torch.bfloat16)
+    proof_results, model = ResultCache(tmp_path, ProofResult), others.build("bloom").to(torch.bfloat16)
     others.build.cache_clear()
-    choose(model, verdicts)
+    choose(model, proof_results)
     with pytest.raises(ModelError, match="is not supported with a model that runs as rows"):
-        choose(model, verdicts, **option)
+        choose(model, proof_results, **option)
 
 
 def test_weights_are_checked_at_every_load(all_are_large: None, tmp_path: Path) -> None:
-    verdicts = ResultCache(tmp_path, Verdict)
-    assert choose(zoo.build("llama"), verdicts).proved_on == TWIN
+    proof_results = ResultCache(tmp_path, ProofResult)
+    assert choose(zoo.build("llama"), proof_results).proved_on == PROXY
     broken = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
     broken.model.layers[1].mlp.down_proj.weight[3, 5] = float("nan")
     (remembered,) = tmp_path.iterdir()
@@ -179,7 +181,7 @@ def test_weights_are_checked_at_every_load(all_are_large: None, tmp_path: Path) 
         with pytest.raises(
             ModelError, match=r"^the logits of LlamaForCausalLM are not finite .*: are its weights intact\?$"
         ):
-            choose(broken, verdicts, dtype=dtype)
+            choose(broken, proof_results, dtype=dtype)
     assert remembered.exists(), "it is not the class's fault"
 
 
@@ -187,7 +189,7 @@ def test_the_key_of_a_verdict_changes_only_with_its_inputs(tmp_path: Path, monke
     model = zoo.build("llama")
 
     def key(model: PreTrainedModel = model, **options: Any) -> str | None:
-        return verdict_key(model, EngineConfig(**options))
+        return proof_key(model, EngineConfig(**options))
 
     first = key()
     assert key(zoo.draw("llama", zoo.FACTORS["llama"], seed=7)) == first, "other weights"
@@ -201,10 +203,10 @@ def test_the_key_of_a_verdict_changes_only_with_its_inputs(tmp_path: Path, monke
     changed = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)
     changed.config.rms_norm_eps *= 2
     others_.append(key(changed))
-    monkeypatch.setattr(verdict, "version", lambda name: "0.0")
+    monkeypatch.setattr(proof_result, "version", lambda name: "0.0")
     others_.append(key())
     monkeypatch.undo()
-    monkeypatch.setattr(verdict, "SOURCES", tmp_path)
+    monkeypatch.setattr(proof_result, "SOURCES", tmp_path)
     others_.append(key())
     assert None not in others_
     assert len({first, *others_}) == 1 + len(others_)
@@ -216,8 +218,8 @@ def test_a_key_is_none_if_a_version_is_unknown(monkeypatch: pytest.MonkeyPatch) 
     def fail(name: str) -> str:
         raise PackageNotFoundError(name)
 
-    monkeypatch.setattr(verdict, "version", fail)
-    assert verdict_key(zoo.build("llama"), EngineConfig()) is None
+    monkeypatch.setattr(proof_result, "version", fail)
+    assert proof_key(zoo.build("llama"), EngineConfig()) is None
 
 
 def test_a_class_without_a_source_file_has_no_verdict(all_are_large: None, tmp_path: Path) -> None:
@@ -225,53 +227,53 @@ def test_a_class_without_a_source_file_has_no_verdict(all_are_large: None, tmp_p
     namespace: dict[str, Any] = {"Base": type(zoo.build("llama")), "__name__": "nowhere"}
     exec("class Written(Base): pass", namespace)
     model = namespace["Written"](zoo.build("llama").config).eval().requires_grad_(False)
-    assert verdict_key(model, EngineConfig()) is None
-    assert choose(model, ResultCache(tmp_path, Verdict)).proved_on == TWIN
+    assert proof_key(model, EngineConfig()) is None
+    assert choose(model, ResultCache(tmp_path, ProofResult)).proved_on == PROXY
     assert not list(tmp_path.iterdir())
 
 
 def test_a_damaged_file_counts_as_missing(tmp_path: Path) -> None:
-    verdicts = ResultCache(tmp_path, Verdict)
-    verdicts.keep("key", Verdict(PACKED))
+    proof_results = ResultCache(tmp_path, ProofResult)
+    proof_results.keep("key", ProofResult(PACKED))
     whole = (tmp_path / "key").read_bytes()
     for place in range(len(whole)):
         for damaged in (whole[:place], whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :]):
             (tmp_path / "key").write_bytes(damaged)
-            assert verdicts.find("key") is None
-    ResultCache(tmp_path, Way).keep("key", Way("rows"))  # another type, as of another version
-    assert verdicts.find("key") is None
+            assert proof_results.find("key") is None
+    ResultCache(tmp_path, RunMode).keep("key", RunMode("rows"))  # another type, as of another version
+    assert proof_results.find("key") is None
 
 
 def test_old_results_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(result_cache, "MAX_RESULTS", 2)
-    verdicts = ResultCache(tmp_path, Verdict)
+    proof_results = ResultCache(tmp_path, ProofResult)
     for number in range(4):
-        verdicts.keep(str(number), Verdict(PACKED))
+        proof_results.keep(str(number), ProofResult(PACKED))
         os.utime(tmp_path / str(number), ns=(number, number))
-    verdicts.keep("new", Verdict(PACKED))
+    proof_results.keep("new", ProofResult(PACKED))
     assert sorted(path.name for path in tmp_path.iterdir()) == ["3", "new"]
 
 
 def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file", None):
-        verdicts = ResultCache(folder, Verdict)
-        verdicts.keep("key", Verdict(PACKED))
-        assert verdicts.find("key") is None
-        verdicts.forget("key")
+        proof_results = ResultCache(folder, ProofResult)
+        proof_results.keep("key", ProofResult(PACKED))
+        assert proof_results.find("key") is None
+        proof_results.forget("key")
 
 
 def test_a_verdict_survives_a_round_trip(tmp_path: Path) -> None:
-    said = Verdict(Way("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
-    ResultCache(tmp_path, Verdict).keep("key", said)
-    assert ResultCache(tmp_path, Verdict).find("key") == said
+    said = ProofResult(RunMode("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
+    ResultCache(tmp_path, ProofResult).keep("key", said)
+    assert ResultCache(tmp_path, ProofResult).find("key") == said
 
 
-def test_a_verdict_is_proved_again_where_that_is_asked_for(twins: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_verdict_is_proved_again_where_that_is_asked_for(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
     for number, verify in enumerate((True, False, True, False)):
-        found = choose(zoo.build("llama"), ResultCache(tmp_path, Verdict), verify=verify)
-        assert found.proved_on == TWIN + EARLIER * (not verify)
-        assert len(twins) == 1 + number // 2
+        found = choose(zoo.build("llama"), ResultCache(tmp_path, ProofResult), verify=verify)
+        assert found.proved_on == PROXY + EARLIER * (not verify)
+        assert len(proxies) == 1 + number // 2
 
 
 def test_the_model_itself_is_proved_if_it_has_no_twin(all_are_large: None, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,7 +88,7 @@ from inflight.execution.weights.onednn import OneDnnLinear
 
 INVARIANCE_LENGTHS = (24, 9)
 ALONE: Sequence[Step] = (((0, 0, 24),),)
-IN_COMPANY: Sequence[Step] = (
+IN_A_BATCH: Sequence[Step] = (
     ((1, 0, 3), (0, 0, 8)),
     ((0, 8, 9), (1, 3, 4)),
     ((0, 9, 10),),
@@ -96,7 +96,7 @@ IN_COMPANY: Sequence[Step] = (
     ((0, 13, 14), (1, 7, 8)),
     ((1, 8, 9), (0, 14, 24)),
 )
-IN_COMPANY_IN_SHORT: Sequence[Step] = (
+IN_A_BATCH_IN_SHORT: Sequence[Step] = (
     ((1, 0, 3), (0, 0, 8)),
     ((0, 8, 9), (1, 3, 4)),
     ((0, 9, 10),),
@@ -104,7 +104,7 @@ IN_COMPANY_IN_SHORT: Sequence[Step] = (
 )
 """What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
 second prompt, every other one of them on one thread."""
-WHOLE_IN_COMPANY: Sequence[Step] = (((1, 0, 9), (0, 0, 24)),)
+WHOLE_IN_A_BATCH: Sequence[Step] = (((1, 0, 9), (0, 0, 24)),)
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
 """Makes a backend for a block size."""
 
@@ -146,8 +146,8 @@ def prepare_packed(
         is_large: whether the comparison is short.
         let_go: called with each weight as soon as it is prepacked.
         rank: whose part of the model is to run, beside the other ranks; None: all of it.
-        is_listed: whether a proof on a twin says all about it but what its weights are: nothing is compared before they
-            are prepacked.
+        is_listed: whether a proof on a proxy says all about it but what its weights are: then nothing is compared
+            before they are prepacked.
         known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
@@ -355,7 +355,7 @@ def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]
     """Rows that a step has at least, and those of a router: fewer ones first. A short trial does not show all that a
     router, or experts that the model runs in a way of its own, do with the numbers of a single row."""
     if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
-        yield 1, RouterRows.IN_COMPANY
+        yield 1, RouterRows.IN_A_BATCH
     yield MIN_ROWS, RouterRows.AS_GIVEN
     if has_routers(model):
         yield MIN_ROWS, RouterRows.IN_STEPS
@@ -366,9 +366,9 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
     if not executor.backend.is_batch_invariant:
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device
-    in_company = IN_COMPANY_IN_SHORT if is_large else IN_COMPANY
+    in_a_batch = IN_A_BATCH_IN_SHORT if is_large else IN_A_BATCH
     if not executor.capabilities.chunks_prompts:
-        in_company = WHOLE_IN_COMPANY
+        in_a_batch = WHOLE_IN_A_BATCH
     alone: list[torch.Tensor] = []
 
     def run_alone() -> None:
@@ -382,4 +382,4 @@ def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: 
         with torch_threads(next(threads)):
             return executor.forward(batch)
 
-    return torch.equal(alone[0], logits_of(forward, batches_of(prompts, in_company, device))[0])
+    return torch.equal(alone[0], logits_of(forward, batches_of(prompts, in_a_batch, device))[0])

@@ -162,7 +162,7 @@ class AsyncLLM(AsyncPoolingCalls):
             await asyncio.to_thread(session.join)
 
     async def reload_weights(self) -> None:
-        """Load the model anew from its folder, without refusing a request: a new engine starts beside each, one after
+        """Reload the model from its folder, without refusing a request: a new engine starts beside each, one after
         another; once it is loaded, new requests go to it, and the old one ends with its last. Meanwhile both are in
         memory. Tokenizer and options stay as they are.
 
@@ -239,12 +239,12 @@ class AsyncLLM(AsyncPoolingCalls):
     ) -> AsyncGenerator[dict[int, LiveState], None]:
         """Look at each engine that is running, by its number from 0, again and again without an end. Starts none.
 
-        Engines that nobody watches make no records; a look at 32 sequences takes a third of a millisecond. An engine is
+        Unwatched engines make no records; a look at 32 sequences takes a third of a millisecond. An engine is
         missing while it is in a step of more than a second.
 
         Args:
             interval: seconds from one look to the next.
-            record_to: where steps are recorded while somebody watches; see the constructor's.
+            record_to: where steps are recorded while this runs; see the constructor's.
         """
         check_number("interval", interval, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
 

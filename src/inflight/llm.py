@@ -122,7 +122,7 @@ class LLM(PoolingCalls):
         return replace(sum_of([answer.result() for answer in answers]), num_crashes=self._client.num_crashes)
 
     def reload_weights(self) -> None:
-        """Load the model anew: from its folder, or from the loaded model as it is now (after a step of training, say).
+        """Reload the model: from its folder, or from the loaded model as it is now (after a step of training, say).
         New requests get a new engine, with an empty prefix cache; a stream that has not ended goes on with the old
         weights. Meanwhile there are two models in memory.
 
@@ -162,7 +162,7 @@ class LLM(PoolingCalls):
 
     def cache_prefix(self, prompt: Prompt, adapter: str | None = None) -> int:
         """Compute a prompt, or find it, wait until it is saved in `prefix_cache_dir`, and pin it there: every engine of
-        the same model restores it from there, and it stays, however long nobody asks for it. Returns how many of its
+        the same model restores it from there, and it stays, however long it is unused. Returns how many of its
         tokens lie in full blocks, which alone are kept.
 
         Raises:
@@ -385,7 +385,7 @@ def _client_in_thread(make: Callable[[], Engine]) -> EngineClient:
 
 
 def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:
-    """What was given for each of so many prompts. Raises `InvalidRequestError` if it is not a list of so many."""
+    """What was given for each prompt. Raises `InvalidRequestError` unless it is a list of `number` entries."""
     if not isinstance(given, Sequence):
         raise InvalidRequestError(f"{name} is {given!r}; it must be a list with one {name} for each prompt")
     if len(given) != number:

@@ -58,7 +58,7 @@ def usable_memory(system: Path = SYSTEM) -> int:
 
 
 def free_memory(system: Path = SYSTEM) -> int:
-    """Bytes of memory that nobody needs now, of those that this process may use; where the system does not say, all."""
+    """Bytes of memory that are unused now, of those that this process may use; where the system does not say, all."""
     usable = free = usable_memory(system)
     for line in (_text(system / "proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
@@ -78,8 +78,8 @@ def resident_bytes(system: Path = SYSTEM) -> int:
 
 
 def place(number: int, system: Path = SYSTEM) -> list[Placement]:
-    """Places for so many processes. They share no core while there is one for each, and none spans two NUMA nodes: what
-    it reads then lies in memory that is close to it."""
+    """Places for `number` processes. They share no core while there is one for each, and none spans two NUMA nodes:
+    what it reads then lies in memory that is close to it."""
     nodes = cores_of_nodes(system)
     on_node = dict.fromkeys(nodes, int(number >= len(nodes)))
     for _ in range(number - sum(on_node.values())):
@@ -93,7 +93,7 @@ def place(number: int, system: Path = SYSTEM) -> list[Placement]:
 
 
 def _shares(cores: list[list[int]], number: int) -> list[list[list[int]]]:
-    """Neighbouring cores for each of so many processes; single ones, several times, if there are too few."""
+    """Neighbouring cores for each of `number` processes; single ones, several times, if there are too few."""
     if number > len(cores):
         return [[cores[each % len(cores)]] for each in range(number)]
     bounds = [each * len(cores) // number for each in range(number + 1)] if number else []

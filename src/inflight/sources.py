@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def is_loaded_model(given: object) -> bool:
-    """Whether this is a `PreTrainedModel`. Imports nothing: whoever has one has imported its class, and torch."""
+    """Whether this is a `PreTrainedModel`. Imports nothing: a caller that has one has imported its class, and torch."""
     return _is_instance(given, "transformers.modeling_utils", "PreTrainedModel")
 
 

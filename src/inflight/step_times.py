@@ -2,7 +2,7 @@
 
 Steps of about equally many tokens share a running average; between two averages that are known the time is a straight
 line, and no step takes longer than one of more tokens. Beyond the largest it is taken to grow slowly, as it does while
-weights are read from memory: so somebody tries, and then it is known. Pure: callers pass durations in.
+weights are read from memory: so it is tried, and then it is known. Pure: callers pass durations in.
 """
 
 from bisect import bisect_left
@@ -13,7 +13,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96
 SMOOTHING = 0.2
 """Weight of the newest duration in a running average."""
 LARGEST_SURPRISE = 2.0
-"""A duration counts as at most so many times the average: a step that was held up says nothing about its size."""
+"""A duration counts as at most this multiple of the average: a step that was held up says nothing about its size."""
 UNKNOWN_TOKEN = 0.01
 """What a token beyond the largest known size is taken to cost, as a share of that size's time."""
 
@@ -42,11 +42,11 @@ class StepTimes:
         self._least = list(accumulate(reversed(self._seconds), min))[::-1]
 
     def knows(self, num_tokens: int) -> bool:
-        """Whether a step of so many tokens, or of fewer, has run."""
+        """Whether a step of at most `num_tokens` has run."""
         return bool(self._sizes) and self._sizes[0] <= SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
     def seconds(self, num_tokens: int) -> float | None:
-        """How long a step of so many tokens will take; None: nothing is known yet."""
+        """How long a step of `num_tokens` will take, in seconds; None: nothing is known yet."""
         sizes, seconds = self._sizes, self._least
         if not sizes:
             return None

@@ -28,7 +28,7 @@ class Batch:
     """A batch job. Times are whole seconds of Unix time.
 
     Attributes:
-        owner: whoever may see it; see `server.operations.api_keys`.
+        owner: who may see it; see `server.operations.api_keys`.
         endpoint: the only one that its lines may name; None: any of those that can be.
         expires_at: when lines that are not answered are given up; None: never.
         ends_as: what it becomes once it is finalized.

@@ -23,7 +23,7 @@ class StoredFile:
     """What is known of a file. Times are whole seconds of Unix time.
 
     Attributes:
-        owner: whoever may see it.
+        owner: who may see it.
         digest: SHA-256 of its content, in hexadecimal digits.
         expires_at: when it goes; None: never.
     """

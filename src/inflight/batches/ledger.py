@@ -23,7 +23,7 @@ PAGE_LINES, PAGE_BYTES = 256, 2**23
 """Most lines that are read at once, and about how many bytes."""
 
 ROWS_AT_ONCE = 1000
-"""Rows that are read or deleted while nobody else has the database."""
+"""Rows that are read or deleted while the database is locked."""
 
 OUTPUT = "batch_output"
 """What files of results are for (`purpose`)."""
@@ -179,7 +179,7 @@ class Ledger:
         """What is to be answered of a job, in the order of work, in pages; what is answered meanwhile is left out.
 
         Args:
-            num_crashes: only lines that were in work in so many crashes of the engine.
+            num_crashes: only lines that were in work in this many crashes of the engine.
 
         Raises `OSError` if the job's file cannot be read.
         """

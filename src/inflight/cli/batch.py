@@ -171,14 +171,14 @@ def _job(requests: Path, folder: Path, ledger: "Ledger", files: "Files", identit
     kept = files.get(job.input_file_id)
     if kept is not None and kept.digest != _digest(requests):
         raise InvalidRequestError(
-            f"{str(requests)!r} has changed since this job began; restore it, or delete {str(folder)!r} to begin anew"
+            f"{str(requests)!r} has changed since this job began; restore it, or delete {str(folder)!r} to start again"
         )
     before = job.metadata or {}
     for name in before | identity:
         if before.get(name) != identity.get(name):
             raise InvalidRequestError(
                 f"this job began with {name} {before.get(name, 'at its default')}; go on with that, or delete "
-                f"{str(folder)!r} to begin anew"
+                f"{str(folder)!r} to start again"
             )
     return job
 

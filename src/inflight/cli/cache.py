@@ -110,7 +110,7 @@ def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool)
 @engine_options
 def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model: str | None, **options: Any) -> None:
     """Compute PROMPTS, such as a system prompt, and pin them in FOLDER: engines with the same options restore them from
-    there, and they stay, however long nobody asks for them."""
+    there, and they stay, however long they are unused."""
     if options["prefix_cache_dir"] is not None:
         raise click.UsageError("FOLDER is where prefixes are kept: leave out --prefix-cache-dir")
     if not prompts and not files:
@@ -135,7 +135,7 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
 def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
     """Write the prefixes in FOLDER to the file ARCHIVE, from where `import` adds them to another folder.
 
-    Prefixes that were kept under a cache salt stay: nobody finds them who does not know the salt.
+    Prefixes that were kept under a cache salt stay: they are found only by requests with the salt.
     """
     from inflight.prefix_store.archive import write_archive
 

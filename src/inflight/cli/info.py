@@ -135,7 +135,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         f"{info.attention_backend}, forward pass {info.forward_pass}",
         "kernels": KERNELS.get(info.kernels) or f"the package's, for {info.kernels}",
         "proved": f"on {info.proved_on}: {errors}",
-        "same bits": "alone and in any company" if info.is_batch_invariant else "not promised in other company",
+        "same bits": "alone and in any batch" if info.is_batch_invariant else "not promised in other company",
         "attention": "\n".join(info.attention_calls),
         "context": f"{info.max_model_len:,} tokens"
         + (f"; the cache holds {info.max_cached_len:,}" if info.max_cached_len < info.max_model_len else ""),

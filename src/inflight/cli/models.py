@@ -93,7 +93,7 @@ def models_argument(command: Command) -> Command:
         cls=Option,
         heading=MODEL,
         type=duration,
-        help="Unload a model that nobody has used for so long, such as 10m or 1h.  [default: never]",
+        help="Unload a model that was not used for this long, such as 10m or 1h.  [default: never]",
     )
     @functools.wraps(command)
     def with_models(*args: Any, model: Sequence[str], model_argument: Sequence[str], **options: Any) -> Any:

@@ -50,7 +50,7 @@ def tokens(text: str) -> tuple[int, ...]:
 
 
 def one_each(caps: tuple[int, ...], num_prompts: int) -> tuple[int, ...]:
-    """`--max-tokens` for each of so many prompts. Raises `click.UsageError`."""
+    """`--max-tokens` for each prompt. Raises `click.UsageError`."""
     if len(caps) not in (1, num_prompts):
         noun = "prompt" if num_prompts == 1 else "prompts"
         raise click.UsageError(f"--max-tokens has {len(caps)} numbers for {num_prompts} {noun}")
@@ -196,7 +196,7 @@ _ENDING = (
     Shared("--truncate-prompt-tokens", int, "Keep only this many tokens from a prompt's end.", "all"),
 )
 _SCORES = (
-    Shared("--logprobs", int, "Report log-probabilities: each token's own, and so many of the likeliest.", "none"),
+    Shared("--logprobs", int, "Report log-probabilities: each token's own, and this many of the likeliest.", "none"),
     Shared("--prompt-logprobs", int, "The same for the prompt's tokens.", "none"),
 )
 _STRUCTURE = (

@@ -186,7 +186,7 @@ def serve_models(models: "PoolSettings", host: str, port: int, options: dict[str
 
 def _prepare_libraries(options: dict[str, Any]) -> None:
     quiet_libraries()
-    if not options["trust_remote_code"]:  # a tokenizer of somebody else's may need it
+    if not options["trust_remote_code"]:  # the tokenizer may need it
         _do_without_torch()
 
 

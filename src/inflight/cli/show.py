@@ -20,7 +20,7 @@ CACHE_MEMORY = 2**30
 
 PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a fox")
 CAP = 4
-"""Without other limits the first prompt gets so many tokens, the second twice as many, and so on: slots become free one
+"""Without other limits the first prompt gets this many tokens, the second twice as many, and so on: slots are freed one
 after the other."""
 
 

@@ -52,7 +52,7 @@ class BlockStore(Protocol):
         ...
 
     def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether so many blocks are loaded in less time than so many tokens are computed."""
+        """Whether `num_blocks` are loaded in less time than `num_tokens` are computed."""
         ...
 
     def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> Loading:
@@ -61,7 +61,7 @@ class BlockStore(Protocol):
         ...
 
     def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
-        """Keep a block at leisure.
+        """Write a block in the background.
 
         Args:
             is_current: whether the block still holds this; asked before and after it is read.

@@ -11,7 +11,7 @@ class CacheGroup:
 
     Attributes:
         window: a query at position i sees keys j with `i - j < window`; None: all before it.
-        chunk: a query sees only keys in its own aligned chunk of so many positions; None: no chunks.
+        chunk: a query sees only keys in its own aligned chunk of this many positions; None: no chunks.
     """
 
     window: int | None = None

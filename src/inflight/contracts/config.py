@@ -46,7 +46,7 @@ class EngineConfig:
             CPU time (a container's) keeps running. Results do not depend on it.
         tensor_parallel_size: how many processes run the model together on a CPU, its *ranks*: each has a part of every
             weight and of the cache, on cores (`num_threads` of them) and, where there are several NUMA nodes, in memory
-            of its own. Results are the same bits in any company, but depend on this number as on a CPU: sums are added
+            of its own. Results are the same bits in any batch, but depend on this number as on a CPU: sums are added
             in another order. For models that `transformers` has a `tp_plan` for.
         device: "auto" (CUDA, else MPS, else CPU) or a torch device such as "cuda:1".
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
@@ -84,7 +84,7 @@ class EngineConfig:
             long prompt does not stall them, or in the background; None: no limit offline; `AsyncLLM` derives one from
             measured speed.
         policy: "fcfs" (first come, first served) or "priority" (lower `priority` runs first, and may preempt).
-        aging_steps: with "priority", a waiting request gains one priority for each so many steps.
+        aging_steps: with "priority", steps after which a waiting request gains one priority.
         background_tokens_per_step: how many tokens of requests in the background (those of the lowest priority,
             2**31 - 1, and of batch jobs) a step may have beside others'; 0: they run only while no others do.
         speculation: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
@@ -95,7 +95,7 @@ class EngineConfig:
             options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
             multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
         max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
-        max_num_waiting: a request is refused while so many sequences wait, besides those in the background; None: no
+        max_num_waiting: a request is refused while this many sequences wait, besides those in the background; None: no
             limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
         prefix_cache_dir: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and

@@ -1,4 +1,4 @@
-"""`LiveState`: what an engine is doing at this moment, and what it did since the last look. Plain data for whoever
+"""`LiveState`: what an engine is doing at this moment, and what it did since the last look. Plain data for what
 watches it."""
 
 from dataclasses import dataclass, replace
@@ -19,7 +19,7 @@ class LiveSequence(NamedTuple):
     """
 
     request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed here
     slot: int | None
     num_prompt_tokens: int
     num_tokens: int

@@ -36,7 +36,7 @@ class ModelInfo:
             one rank.
         is_batch_invariant: whether a sequence's logits were the same bits alone, in a batch and in chunks.
         max_model_len: the most tokens that a sequence can have.
-        recompute_beyond: a sequence that grows past so many tokens is recomputed (LongRoPE); None: no such length.
+        recompute_beyond: a sequence that grows past this length is recomputed (LongRoPE); None: no such length.
         can_share_prefixes: whether a sequence can go on from what another one has computed (prefix cache, forks).
         cache_groups: which tokens of a sequence each group of layers keeps.
         max_cached_len: the longest sequence that the cache has room for.

@@ -45,7 +45,7 @@ class SamplingParams:
         seed: of the request's random numbers: the same seed gives the same tokens, whatever else runs. None: it depends
             on the engine's seed and the order of arrival.
         max_tokens: the most tokens to generate; None: until a stop or the context is full.
-        min_tokens: before so many tokens, neither EOS nor a stop token is chosen, and stop strings do not count.
+        min_tokens: before this many tokens, neither EOS nor a stop token is chosen, and stop strings do not count.
         stop: strings that end the text, of at most 16,384 characters in all. The text is cut just before the first that
             appears.
         thoughts: what the output may begin with, and where stop strings do not count; None: nothing.
@@ -53,7 +53,7 @@ class SamplingParams:
         ignore_eos: EOS does not end the sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
-        truncate_prompt_tokens: keep only the last so many tokens of the prompt.
+        truncate_prompt_tokens: how many of the prompt's last tokens to keep.
         prediction: what the output may be like in parts: text or token ids (OpenAI's predicted outputs). Where the
             engine speculates, its tokens are guessed; the output stays the same.
         speculation: whether tokens may be guessed where the engine speculates; the output is the same either way.

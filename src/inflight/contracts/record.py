@@ -21,7 +21,7 @@ class SpanRecord(NamedTuple):
 
     slot: int
     request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed here
     start: int
     length: int
     kind: SpanKind
@@ -39,7 +39,7 @@ class PreemptionRecord(NamedTuple):
 
     slot: int
     request_id: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not needed here
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class EngineStats:
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
         num_crashes: how often the engine has died and was started again; everything else counts from the last start.
         num_step_tokens: tokens that all steps computed.
-        num_steps_by_size: steps of at most so many tokens as each of `STEP_SIZES` says, and more than the one before;
+        num_steps_by_size: steps of at most as many tokens as each of `STEP_SIZES` says, and more than the one before;
             and of more than the last.
     """
 
@@ -154,7 +154,7 @@ class RecordTo:
 
     Attributes:
         path: the newest file; older ones have numbers behind their names.
-        max_bytes: after so many the next file begins.
+        max_bytes: the size after which the next file begins.
         num_files: how many are kept.
     """
 

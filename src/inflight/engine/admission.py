@@ -44,7 +44,7 @@ class AcceptedRequest:
         is_compiled: whether its grammar, its bad words, its prediction and its adapter are there, if it has any.
         grammar: follows what its output must look like; None: anything goes.
         adapter_source: the folder or hub repository of its adapter; None: it has none.
-        adapter: that adapter, once it is open, and as long as somebody has it.
+        adapter: that adapter, once it is open, and as long as it is in use.
     """
 
     request: Request

@@ -78,14 +78,14 @@ class EventPublisher:
         self._send([AllBlocksCleared()])
 
     def publish(self, news: Sequence[Stored | Removed]) -> None:
-        """Send what has happened, if anything has and somebody can hear of it. Never waits."""
+        """Send what has happened, if anything has and a subscriber can be reached. Never waits."""
         if news and self._thread.is_alive():
             self._send([self._event(each) for each in news])
 
     def close(self) -> None:
         """Send what is left, and end."""
         self._out.setsockopt(zmq.SNDTIMEO, MILLISECONDS_TO_END)
-        with suppress(zmq.Again):  # nobody listens if the address cannot be had
+        with suppress(zmq.Again):  # there are no subscribers if the address cannot be had
             self._out.send_multipart([b""])
         self._out.close()
         self._thread.join()

@@ -1,4 +1,4 @@
-"""`LiveFeed`: looks at a running engine for those who watch it. An engine that nobody watches makes no records.
+"""`LiveFeed`: looks at a running engine for those who watch it. An unwatched engine makes no records.
 
 A watcher asks again and again; when it has not asked for a while, it has gone. What happened between two looks is
 summed up here, so that a look is as small for an engine of a thousand steps a second as for one of ten.
@@ -28,7 +28,7 @@ MOST_WAITING = 32
 """How many waiting sequences are shown."""
 
 LONG_QUEUE = 512
-"""So many waiting sequences are not put in order at each look."""
+"""More waiting sequences than this are not sorted at each look."""
 
 BLOCKS_PER_SECOND = 16_384
 """How many blocks are looked at in a second, on average."""
@@ -54,7 +54,7 @@ class LiveFeed:
         """What the engine is doing, and what it did since the last look.
 
         Args:
-            record_to: where steps are recorded while somebody watches; None: nowhere.
+            record_to: where steps are recorded while the engine is watched; None: nowhere.
         """
         self._last_look = now = self._clock()
         if not self._is_watched:

@@ -5,8 +5,8 @@ al., OSDI 2024, sets its chunks by such a time budget). The limit keeps a step a
 step of decodes alone. Under load hardly any step is one: then it matters that a prefill token takes no longer than the
 average token of its step, so that `stretch` of them for each decode are within the limit, whatever else is not known.
 
-In the background nobody waits for a token, but whoever comes next waits for the end of the step. Compared with the time
-that his own prompt takes, a step of few tokens is short on every machine.
+In the background no caller waits for a token, but the next request waits for the end of the step. Compared with the
+time that its own prompt takes, a step of few tokens is short on every machine.
 
 Pure: callers pass durations in.
 """
@@ -17,7 +17,7 @@ MIN_TOKENS = 16
 """Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""
 
 BACKGROUND_TOKENS = 64
-"""So many prefill tokens a step in the background may have in any case: fewer would leave its slots empty."""
+"""Prefill tokens that a step in the background may always have: fewer would leave its slots empty."""
 
 BACKGROUND_SECONDS = 0.1
 """It may have more, as long as it is over in this time."""
@@ -39,7 +39,7 @@ class PrefillLimit:
         self._seconds_per_token: float | None = None
 
     def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
-        """The limit beside so many decodes; None: not known yet."""
+        """The limit beside `num_decodes`; None: not known yet."""
         alone = self._decode_times.seconds(num_decodes) if num_decodes else 0.0
         if self._seconds_per_token is None:
             return BACKGROUND_TOKENS if in_background else None

@@ -108,7 +108,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:
-    """Raise `ModelError` if tokens of the draft model mean something else. Without tokenizers nobody knows."""
+    """Raise `ModelError` if tokens of the draft model mean something else. Without tokenizers that is not known."""
     if tokenizer is None or of_draft is None:
         return
     token_ids, other_ids = tokenizer.inner.get_vocab(), of_draft.inner.get_vocab()

@@ -34,7 +34,7 @@ class StepWatch:
         self.start_over()
 
     def start_over(self) -> None:
-        """The scheduler has started over: nobody has a slot."""
+        """The scheduler has started over: no sequence has a slot."""
         self._owners: list[Sequence | None] = [None] * self._scheduler.limits.max_num_seqs
 
     def observe_arrival(self, arrival: ArrivalRecord) -> None:

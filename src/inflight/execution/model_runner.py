@@ -120,7 +120,7 @@ class ModelRunner:
         return batch, self.executor.forward(batch)
 
     def make_cache_anew(self, num_blocks: int) -> None:
-        """Let the cache have so many blocks, before anything has run. Raises `ModelError` if it does not run packed."""
+        """Let the cache have `num_blocks`, before anything has run. Raises `ModelError` if it does not run packed."""
         executor = self.require_packed()
         executor.walk()
         executor.allocate(num_blocks)
@@ -155,7 +155,7 @@ class ModelRunner:
         return fingerprint(self.model, self.require_packed(), self.config, self.info.num_blocks, self._weights_digest)
 
     def rows_of_block(self, block: int) -> list[memoryview]:
-        """The memory of a block of the cache. Nobody may run while it is written to, if a plan names it."""
+        """The memory of a block of the cache. No step may run while it is written to, if a plan names it."""
         return self.require_packed().rows_of_block(block)
 
     def require_packed(self) -> PackedExecutor:
@@ -163,7 +163,7 @@ class ModelRunner:
         return require_packed(self.executor)
 
     def compare_attention(self) -> ComparedAttention:
-        """From now on run the definition of attention beside the backend. The cache is made anew, so nothing may have
+        """From now on run the definition of attention beside the backend. The cache is made again, so nothing may have
         run yet. Raises `ModelError` if attention is the model's own."""
         return self.require_packed().comparison()
 

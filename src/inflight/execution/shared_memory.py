@@ -1,7 +1,7 @@
 """Weights that several processes share: each finds by its content what another one has already laid out.
 
 The processes inherit one file in memory, empty at first. It begins with an index: how many pieces there are, and of
-each its digest, its place and its length. A piece is written, then entered, and never changed; whoever writes has a
+each its digest, its place and its length. A piece is written, then entered, and never changed; a writer has a
 lock, which the system takes back from a process that dies. Every process maps pieces for itself alone (a write would
 make a copy), in large pages if the system has them.
 """

@@ -1,5 +1,5 @@
 """`GgufHeader`: what the beginning of a GGUF file says, checked. A file that says something impossible is refused in
-one sentence, before anybody else reads it.
+one sentence, before anything else reads it.
 
 The format: ggml's `docs/gguf.md`. All numbers are little-endian.
 """

@@ -1,7 +1,7 @@
 """`close_objects`: an object that names its properties has no others, unless its schema says that it may.
 
 By the standard such an object may have any others, and a weak model goes on inventing them until it runs out of tokens;
-nobody who writes a schema means that, and other servers read it so, too. Decides which objects can be closed: a schema
+no author of a schema means that, and other servers read it so, too. Decides which objects can be closed: a schema
 that applies together with others (`allOf`, or `$ref` or `anyOf` beside `properties`) must leave room for the properties
 of those.
 """

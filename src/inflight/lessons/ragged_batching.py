@@ -1,4 +1,4 @@
-"""Rung 3, ragged batching: each step decides anew which requests run, and all their tokens go through as one row.
+"""Rung 3, ragged batching: each step picks the requests to run, and all their tokens go through as one row.
 
 There is no rectangle and no padding: the tokens that each sequence owes (a whole prompt, or the last token) are laid
 end to end, each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps

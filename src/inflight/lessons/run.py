@@ -88,14 +88,14 @@ class Run:
         return [answer.token_ids for answer in self.answers]
 
     def take_arrived(self, queue: deque[int], most: int) -> list[int]:
-        """Take those of the first requests of a queue that have arrived by now, at most so many."""
+        """Take the first requests of a queue that have arrived by now, up to a number."""
         taken: list[int] = []
         while queue and len(taken) < most and self.requests[queue[0]].arrival <= len(self.steps):
             taken.append(queue.popleft())
         return taken
 
     def wait(self) -> None:
-        """Record a step in which nobody had anything to do."""
+        """Record a step in which there was nothing to do."""
         self._step({})
 
     def admit(self, request: int, slot: int) -> None:

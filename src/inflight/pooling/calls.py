@@ -53,7 +53,7 @@ class PoolingCalls:
             prompt_name: one of the model's own prompts, which texts then begin with (`model_info.pooling.prompts`);
                 None: its default one, if it has one.
             prompt: another beginning of all texts.
-            dimensions: keep so many of the first numbers of a vector, and make it one of length 1 again if the model's
+            dimensions: how many of a vector's first numbers to keep, and make it one of length 1 again if the model's
                 are (for models that were trained for that); None: all.
         """
         request = embed_request(

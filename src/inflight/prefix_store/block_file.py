@@ -31,7 +31,7 @@ _numbers = count()
 
 
 def size_of(content: BlockContent, num_bytes: int) -> int:
-    """The size of the file for a block of so many bytes."""
+    """The size of the file for a block of this many bytes."""
     return HEADER.size + len(content.token_ids) + num_bytes + CHECKSUM_SIZE
 
 

@@ -26,9 +26,9 @@ LARGEST_PINNED_SHARE = 0.5
 LEFT_AFTER_EVICTION = 0.9
 """The share of the bytes allowed that is left once files were deleted."""
 RECOUNTS = 16
-"""Others write here, too: how often the files are counted anew while as many bytes are written as are allowed."""
+"""Others write here, too: how often the files are counted again while as many bytes are written as are allowed."""
 ABANDONED = 3600.0
-"""Seconds after which a partial file belongs to nobody any more."""
+"""Seconds after which a partial file is abandoned."""
 
 
 class BlockFolder:
@@ -88,10 +88,10 @@ class BlockFolder:
             file.write(b".")
 
     def pin(self, paths: Sequence[Path]) -> None:
-        """Let files stay, however long nobody uses them. Those that are there no more are left out.
+        """Let files stay, however long they are unused. Those that are there no more are left out.
 
         Raises:
-            ValueError: so many bytes cannot be pinned.
+            ValueError: too many bytes would be pinned.
         """
         wanted = set(paths)
         sizes = {path: size for _, size, path, _ in self._files() if path in wanted}
@@ -107,7 +107,7 @@ class BlockFolder:
                 path.chmod(PINNED_MODE)
 
     def observe_written(self, num_bytes: int) -> None:
-        """A file of so many bytes was written: delete others if there are too many now."""
+        """A file of `num_bytes` was written: delete others if there are too many bytes now."""
         self._num_uncounted += num_bytes
         if self._num_bytes is None or self._num_uncounted * RECOUNTS > self.max_bytes:
             self._num_bytes = sum(size for _, size, _, _ in self._files())

@@ -20,8 +20,8 @@ class Holding:
     """The blocks of one fingerprint.
 
     Attributes:
-        about: what wrote them, as it says itself; empty if nobody knows.
-        num_pinned_bytes: of these bytes, those that stay however long nobody uses them.
+        about: what wrote them, as it says itself; empty if that is not known.
+        num_pinned_bytes: of these bytes, those that stay however long they are unused.
         num_hits: prompts whose beginning came from here.
         first_used, last_used: seconds since the epoch; 0 without blocks.
     """

@@ -1,4 +1,4 @@
-"""`Naming`: what a block is called in a folder. Without the folder's secret key nobody can tell a name from the tokens.
+"""`Naming`: what a block is called in a folder. Without the folder's secret key a name cannot be told from the tokens.
 
 A name is a digest of the block's tokens, of the digest before it, and so of everything that its keys and values depend
 on: before the first block comes a digest of the fingerprint, and of what keeps requests apart that may not share.

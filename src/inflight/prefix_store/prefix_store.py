@@ -26,17 +26,17 @@ logger = logging.getLogger(__name__)
 SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
 """How much of the time saving and loading may take while the engine computes for others."""
 NUM_READERS, READ_AT_ONCE = 2, 16
-"""While the engine computes nothing so many threads load so many blocks at once."""
+"""Threads that load while the engine is idle, and how many blocks each loads at once."""
 FIRST_RATE = 500e6
 """Bytes that a thread is taken to load a second, as long as none were."""
 SMOOTHING = 0.1
 """Weight of the newest duration in a running average."""
 MOST_READY = 2**30
-"""Bytes of the cache that are made ready for loading before anybody asks for it."""
+"""Bytes of the cache that are made ready for loading ahead of time."""
 BYTES_AHEAD = 2**26
 """How much the disk is told of before it is read."""
 MAX_LINES = 10
-"""After so many failures of one kind they are logged no more."""
+"""Failures of one kind that are logged; later ones are not."""
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ class PrefixStore:
         clock: seconds.
 
     Attributes:
-        is_busy: whether the engine computes for anybody; it says so itself.
+        is_busy: whether the engine computes; it says so itself.
         num_saved, num_loaded: blocks, so far.
     """
 
@@ -126,7 +126,7 @@ class PrefixStore:
         return num_blocks * self._bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine took so long to compute so many tokens."""
+        """The engine computed `num_tokens` in `seconds`."""
         each = seconds / num_tokens
         known = each if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + SMOOTHING * (each - known)
@@ -209,7 +209,7 @@ class PrefixStore:
                 self._changed.notify_all()
                 self._changed.wait_for(lambda: self._loads or self._saves or self._has_ended)
                 if self._has_ended and (not self._saves or self._clock() >= self._deadline):
-                    # The cache, if nobody else has it, is freed while the process's end still waits for this thread.
+                    # If this is its last owner, the cache is freed while the process's end still waits for this thread.
                     del self._rows_of
                     atexit.unregister(self.close)
                     return
@@ -225,7 +225,7 @@ class PrefixStore:
                 self._rest(self._clock() - start, SHARE_OF_SAVING)
 
     def _get_ready(self) -> None:
-        """Until somebody needs this thread, touch the memory that blocks will be loaded into: taking pages from the
+        """Until this thread is needed, touch the memory that blocks will be loaded into: taking pages from the
         system can take longer than reading the disk."""
         num_blocks = min(self._num_blocks, self._folder.num_files(), MOST_READY // self._bytes_per_block)
         for block in range(num_blocks):

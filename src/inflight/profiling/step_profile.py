@@ -22,7 +22,7 @@ from inflight.profiling.phases import PhaseTimes
 from inflight.profiling.work import StepWork
 
 LEAST = 0.995
-"""A time of so many floors or more counts as one that is not below its floor."""
+"""A time of at least this many floors counts as one that is not below its floor."""
 
 
 def times(seconds: float, floor_seconds: float | None) -> float | None:

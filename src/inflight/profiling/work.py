@@ -89,7 +89,7 @@ def _own_linear_weights(module: nn.Module) -> Iterator[Weight]:
 
 
 def _expert_bytes(module: nn.Module, num_tokens: int) -> float:
-    """The weights of a module's own experts, as far as so many tokens are expected to choose them: all, where it is not
+    """The weights of a module's own experts that `num_tokens` are expected to choose: all, where it is not
     known how many a token chooses."""
     num_bytes = float(sum(each.nbytes for each in module.parameters(recurse=False) if each.dim() > 2))
     experts = getattr(module, "inflight_experts", None)

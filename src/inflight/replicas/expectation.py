@@ -7,12 +7,12 @@ import numpy as np
 FORGETTING = 0.98
 """The weight of everything so far, each time that something is learned."""
 LARGEST_SURPRISE = 3.0
-"""A time counts as at most so many times the expected one: a replica that was held up says nothing about its load."""
+"""A time counts as at most this multiple of the expected one: a replica that was held up says nothing about load."""
 MIN_SECONDS = 1e-6
 """Times are compared relatively to themselves, but no finer than this."""
 FIRST_GUESS = np.array([0.01, 2e-4, 2e-3])
 """Seconds for a request, for each token owed and for each sequence that runs, until something is known. Of a machine
-of another pace, so many times these."""
+of another pace, this multiple of these."""
 TRUST = 0.05
 """How many requests the first guess counts as."""
 
@@ -55,7 +55,7 @@ class Expectation:
         return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
 
     def observe_first_token(self, load: Load, seconds: float) -> None:
-        """Learn from a request that met this load and got its first token after so many seconds."""
+        """Learn from a request that met this load and got its first token after `seconds`."""
         if load.num_running >= self._num_slots:
             return
         is_first, seconds = not self._targets.any(), max(MIN_SECONDS, seconds)
@@ -69,7 +69,7 @@ class Expectation:
         self._line = self._solved()
 
     def observe_run(self, seconds: float) -> None:
-        """Learn from a request that ended so many seconds after its first token."""
+        """Learn from a request that ended `seconds` after its first token."""
         self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
 
     def _solved(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":

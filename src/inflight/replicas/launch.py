@@ -59,7 +59,7 @@ def _full_name(name: str) -> str:
 
 
 class Launches:
-    """What starts the processes of so many replicas.
+    """What starts the processes of `number` replicas.
 
     Attributes:
         connects: for each replica, what starts its process.
@@ -110,7 +110,7 @@ def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Loa
 
 
 def _places(number: int, num_ranks: int) -> list[Placement]:
-    """Places for so many replicas. The ranks of one lie side by side; `RankGroup` gives each its part."""
+    """Places for `number` replicas. The ranks of one lie side by side; `RankGroup` gives each its part."""
     parts = place(number * num_ranks)
     return [
         Placement(

@@ -89,7 +89,7 @@ async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
 
 
 def recording_of(record_to: RecordTo, number: int, num_engines: int) -> RecordTo:
-    """Where one of so many engines records its steps: of several, each has a file of its own."""
+    """Where one engine of several records its steps: each has a file of its own."""
     if num_engines == 1:
         return record_to
     path = Path(record_to.path)

@@ -8,7 +8,7 @@ from inflight.machine import SYSTEM, cores_of_nodes, usable_cores
 
 
 def check_replicas(replicas: object, num_ranks: int = 1, system: Path = SYSTEM) -> int:
-    """The number of replicas that a caller asks for, each of so many ranks; "auto" is `best_number`. Raises
+    """The number of replicas that a caller asks for, each of `num_ranks` ranks; "auto" is `best_number`. Raises
     `ValueError`."""
     if replicas == "auto":
         return max(1, best_number(system) // num_ranks)

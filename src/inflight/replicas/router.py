@@ -141,7 +141,7 @@ class Router:
     def begin(self, sent: Sent, now: float) -> None:
         """A request got its first token."""
         self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
-        if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for whoever comes
+        if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for others
             self._expectation.observe_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
@@ -162,7 +162,7 @@ class Router:
             replica.keep(list(self._blocks_of(token_ids, kind)))
 
     def forget(self, number: int) -> None:
-        """A replica was started anew: its cache is empty. (Requests that it had are still going to end.)"""
+        """A replica was restarted: its cache is empty. (Requests that it had are still going to end.)"""
         old, new = self._replicas[number], _Replica(self._size.num_blocks)
         new.load, new.background = old.load, old.background
         self._replicas[number] = new

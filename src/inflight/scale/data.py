@@ -10,7 +10,7 @@ With Ray's own way to build processors:
 
 or with the class alone, `dataset.map_batches(GenerateText, ...)`.
 
-What fails is Ray's to try again: an actor that is killed is started anew, and its batches go to another. To go on after
+What fails is Ray's to try again: an actor that is killed is restarted, and its batches go to another. To go on after
 the end of the whole job, set `DataContext.checkpoint_config`: Ray then leaves out the rows that are written already.
 """
 
@@ -62,7 +62,7 @@ class InflightProcessorConfig(ProcessorConfig):
         model_source: a hub id, or a folder that every node has; None is the small embedded model.
         tokenizer, sampling_params, engine: as of `RowEngine`.
         concurrency: how many engines, or the least and the most of them.
-        batch_size, max_concurrent_batches: rows go to an engine in batches, and so many are in work at once.
+        batch_size, max_concurrent_batches: rows go to an engine in batches, of which this many are in flight at once.
         num_cpus: what Ray sets aside for each engine, which has as many threads. By default an engine computes with all
             cores of the machine on which the processor is built, and one of them is not set aside: without any, what
             reads and writes rows would wait for ever.

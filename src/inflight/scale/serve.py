@@ -23,7 +23,7 @@ from inflight.scale.replica import AnsweringReplica, EngineReplica
 from inflight.scale.settings import PREFIX, AppSettings
 
 REQUESTS_FOR_EACH_SLOT = 2
-"""A replica is given so many at once: the next ones are read and tokenized when a slot becomes free. Others wait at
+"""Requests per slot that a replica is given: the next ones are read and tokenized when a slot is freed. Others wait at
 Serve's proxies, where a replica that is started meanwhile can have them."""
 
 MOST_STARTS = 3

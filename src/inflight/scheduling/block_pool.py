@@ -159,7 +159,7 @@ class BlockPool:
     # ------------------------------------------------------------------------------------- finding content
 
     def watch(self, watch: CacheWatch) -> None:
-        """Tell somebody what can be found from now on."""
+        """Report what can be found from now on."""
         self._prefix_cache.watch = watch
 
     def find(self, key: Key) -> Node | None:
@@ -234,6 +234,6 @@ class BlockPool:
             )
         available = [*self._free, *self._cached, *range(self._num_touched, self.num_blocks)]
         if sorted(available) != [block for block in range(self.num_blocks) if counted[block] == 0]:
-            raise RuntimeError("the free and cached blocks are not those that nobody holds")
+            raise RuntimeError("the free and cached blocks are not those that no table names")
         if any((block in self._prefix_cache) == (block not in self._cached) for block in [*self._free, *self._cached]):
-            raise RuntimeError("the cached blocks are not those, of all that nobody holds, whose content is known")
+            raise RuntimeError("the cached blocks are not those, of all that no table names, whose content is known")

@@ -1,4 +1,4 @@
-"""`Guessing`: tokens that a step computes before anybody knows whether they are the right ones.
+"""`Guessing`: draft tokens, which a step computes before it is known whether they are right.
 
 Decodes may be followed by guessed tokens, as far as the budget and free blocks last once everything else is planned: no
 sequence waits, and none is preempted for a guess. Whose tokens are guessed, how many and by what, a `Speculator`
@@ -18,7 +18,7 @@ class Guessing:
     """Adds guessed tokens to the steps of one scheduler.
 
     Args:
-        recompute_beyond: no guess takes a sequence past so many tokens, because the model sees it differently from
+        recompute_beyond: no guess takes a sequence past this length, because the model sees it differently from
             then on; None: there is no such length.
     """
 

@@ -1,7 +1,7 @@
 """`Persistence`: blocks of the cache that are kept elsewhere, too, and come back instead of being computed.
 
 Before a request's sequences wait for their slots, what is stored of its prompt beyond what the cache has may be loaded
-into blocks of the cache. Meanwhile they are *parked*: everybody else runs. What has come is put where any sequence
+into blocks of the cache. Meanwhile they are *parked*: all others run. What has come is put where any sequence
 finds it, as if it had been computed here. Nothing depends on what becomes of a loading but time. And each full block
 whose content is known is handed over to be saved.
 """
@@ -130,7 +130,7 @@ class Persistence:
         return [], []
 
     def take_in(self, *, may_load: bool) -> list[Sequence]:
-        """Let everybody find what has come, and return the sequences that need not wait any more.
+        """Let all sequences find what has come, and return those that need not wait any more.
 
         Args:
             may_load: whether more may be loaded for them now.

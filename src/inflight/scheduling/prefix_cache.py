@@ -46,7 +46,7 @@ class Node:
     Attributes:
         blocks: for each cache group the block that holds its keys and values, or `NO_BLOCK`.
         num_children: nodes whose parent this is.
-        digest: names its content outside of this process (see `BlockContent`); empty: nobody has asked yet.
+        digest: names its content outside of this process (see `BlockContent`); empty: not known yet.
     """
 
     key: Key = field(repr=False)  # which holds all nodes before it
@@ -79,7 +79,7 @@ class PrefixCache:
         num_groups: how many cache groups there are.
 
     Attributes:
-        watch: is told of every block; None: nobody is.
+        watch: is told of every block; None: there is none.
     """
 
     def __init__(self, num_groups: int = 1) -> None:

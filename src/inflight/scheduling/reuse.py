@@ -37,7 +37,7 @@ class Reuse:
         self.enable_prefix_caching = enable_prefix_caching and can_share
         self.can_share = can_share
         self.save: Callable[[int], None] | None = None
-        """Is told of each full block once it is computed and can be found; None: nobody wants to know."""
+        """Is told of each full block once it is computed and can be found; None: there is no listener."""
         self.recompute_beyond = recompute_beyond
         self.num_cached_tokens = 0
         """Prompt tokens that did not have to be computed when their sequences first ran."""

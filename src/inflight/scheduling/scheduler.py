@@ -78,7 +78,7 @@ class Scheduler:
 
     Args:
         block_pool: the cache's blocks.
-        aging_steps: priorities count, and a waiting sequence gains one for each so many steps; None: first come, first
+        aging_steps: steps after which a waiting sequence gains one priority; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found again by their content.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
@@ -88,7 +88,7 @@ class Scheduler:
     Attributes:
         sequences: all that are unfinished.
         count: what has been done so far.
-        limit_prefill: gives the `max_prefill_tokens_per_step` beside so many tokens of decodes, in the background or
+        limit_prefill: gives the `max_prefill_tokens_per_step` for a number of decodes, in the background or
             not; what measures steps may replace it.
     """
 
@@ -353,7 +353,7 @@ class Scheduler:
             if budget > 0:
                 budget -= self._schedule(sequence, 1, lengths, running)
         num_prefill_tokens = self.limits.max_num_batched_tokens
-        if lengths or in_background:  # in the background, whoever comes next waits for the end of this step
+        if lengths or in_background:  # in the background, the next request waits for the end of this step
             limit = self.limit_prefill(sum(lengths.values()), in_background)
             num_prefill_tokens = num_prefill_tokens if limit is None else limit
         for sequence in prefills:

@@ -20,7 +20,7 @@ class Request:
     Attributes:
         prompt_token_ids: at least one.
         max_num_tokens: the number of prompt and output tokens at which a sequence ends with "length".
-        min_output_tokens: a stop token ends a sequence only once it has so many output tokens.
+        min_output_tokens: a stop token ends a sequence only from this many output tokens on.
         stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
         num_sequences: how many streams answer it (`n`).
         priority: lower runs first, where the policy looks at it; `BACKGROUND` counts under every policy.

@@ -49,7 +49,7 @@ class Slots:
         return released
 
     def tell_again(self, assigned: Iterable[int], released: Iterable[int]) -> None:
-        """A plan has told of these slots to nobody."""
+        """A plan that told of these slots was not carried out."""
         self._released.update(released)
         for slot in assigned:
             self._told[slot] = NO_SEQUENCE

@@ -22,7 +22,7 @@ class ServiceOrder:
     """The order in which sequences are served.
 
     Args:
-        aging_steps: a sequence gains one priority for each so many steps; None: priorities do not count, and the order
+        aging_steps: steps after which a sequence gains one priority; None: priorities do not count, and the order
             is that of arrival.
     """
 

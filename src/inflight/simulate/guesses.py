@@ -1,4 +1,4 @@
-"""`GuessRate`: how often somebody guesses, and how often he is right; and a guesser that is right as often.
+"""`GuessRate`: how often a drafter guesses, and how often it is right; and a drafter that is right as often.
 
 How many guesses run is the engine's own decision (`Speculation`), by what steps cost on the virtual clock. What
 guessing itself costs is not simulated.

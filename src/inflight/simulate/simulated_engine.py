@@ -51,7 +51,7 @@ class SimulatedEngine:
     Args:
         config: only its scheduling options matter. `num_blocks` None: as many as all slots could ever fill.
         cost: the cost of steps.
-        model: says which keys and values of a sequence are kept and shared, and when it is computed anew; None: a model
+        model: says which keys and values of a sequence are kept and shared, and when it is recomputed; None: a model
             that keeps and shares everything.
         observer: called with each step's record, in virtual time.
         guesses: how good guessed tokens are; None: nothing is guessed.

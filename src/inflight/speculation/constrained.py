@@ -35,7 +35,7 @@ class Constrained:
 
     Args:
         grammars: gives the grammars; None: no sequence has had one yet.
-        guesser: guesses where no grammar decides; None: nobody does.
+        guesser: guesses where no grammar decides; None: nothing does.
     """
 
     def __init__(self, grammars: Callable[[], Grammars | None], guesser: Guesser | None) -> None:

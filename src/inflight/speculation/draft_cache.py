@@ -1,6 +1,6 @@
 """`DraftCache`: which keys and values of a draft model lie in which block.
 
-They lie in a cache of their own, in blocks of the same numbers as the model's (and with so many more for each further
+They lie in a cache of their own, in blocks of the same numbers as the model's (and with as many more for each further
 cache group of the draft model). So it needs no bookkeeping of what a sequence holds: what is shared, forked, preempted
 or evicted there is so here. Only what has been computed is known by content: for each place, a hash of all tokens up to
 the one whose keys and values lie there.

@@ -25,13 +25,13 @@ logger = logging.getLogger(__name__)
 MEMORY, SEQUENCE_MEMORY = 0.99, 0.95
 """How much of what was seen of all sequences, and of one, counts after each new outcome."""
 FORGETTING = 0.998
-"""How much of it counts after a step that is better off without a draft: in the end somebody tries again."""
+"""How much of it counts after a step that is better off without a draft: in the end it is tried again."""
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
 """How likely a guess is right as long as nothing was seen, and as how many outcomes that counts."""
 MOST_UNSEEN = 512
 """How many tokens that the draft model has not seen it computes in a step, before anything is guessed."""
 STEPS_TO_REPAY = 64
-"""In so many steps that must have paid for itself."""
+"""Steps in which that must have paid for itself."""
 
 
 class DraftRunner(Protocol):
@@ -71,7 +71,7 @@ class Draft:
     guess: list[int] = field(default_factory=list)
 
     def span(self, most: int) -> Span:
-        """The next tokens to compute, at most so many; the last of them gives a token if nothing follows it."""
+        """The next tokens to compute, at most `most`; the last of them gives a token if nothing follows it."""
         token_ids, start = self.candidate.token_ids, self.num_seen
         known = token_ids[start : start + most] if start < len(token_ids) else self.guess[start - len(token_ids) :]
         is_last = start + len(known) == len(self.hashes)
@@ -84,7 +84,7 @@ class Drafting:
     Args:
         num_groups: the draft model's cache groups.
         max_num_tokens: of one of its steps.
-        max_len: nothing is guessed beyond so many tokens of a sequence.
+        max_len: nothing is guessed beyond this length of a sequence.
         vocab_size: of the model whose tokens are guessed.
         clock: seconds, for how long the draft model runs.
         keeps_guesses: whether what it has computed of a guess is the same once the guess has turned out right.
@@ -137,7 +137,7 @@ class Drafting:
         return drafted.outcomes.chance(self._outcomes.chance(PRIOR, PRIOR_WEIGHT), PRIOR_WEIGHT)
 
     def seconds(self, candidates: Sequence[Candidate], length: int) -> float:
-        """How long it takes to guess so many tokens for each of these, of whom `chance` was asked; 0: not known yet."""
+        """How long it takes to guess `length` tokens for each of these, whose `chance` was asked; 0: not known yet."""
         of_step = self.times.seconds(len(candidates))
         if of_step is None:
             return 0.0
@@ -153,7 +153,7 @@ class Drafting:
     # ------------------------------------------------------------------------------------- guessing
 
     def guess(self, candidates: Sequence[Candidate], length: int) -> list[Guess]:
-        """At most so many tokens for each candidate of whom `chance` was asked: fewer if one of them ends the sequence,
+        """Up to `length` tokens for each candidate whose `chance` was asked: fewer if one of them ends the sequence,
         none if there is much that the draft model has not seen yet."""
         drafts = [self._begin(each) for each in candidates]
         budget, spans = self._max_unseen, []

@@ -26,7 +26,7 @@ class Guesser(Protocol):
     def guess(self, candidate: Candidate) -> Guess:
         """Return at most `candidate.max_guessed_tokens` tokens that may follow `candidate.token_ids`.
 
-        Whoever learns from what became of earlier guesses finds it in `candidate.token_ids`. Not all that is guessed
+        A guesser that learns finds what became of earlier guesses in `candidate.token_ids`. Not all that is guessed
         was computed.
         """
         ...

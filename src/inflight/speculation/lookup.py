@@ -199,7 +199,7 @@ def _kind(length: int) -> int:
 
 
 def _continuation(automaton: SuffixAutomaton, end: int, max_tokens: int) -> list[int]:
-    """At most so many tokens from position `end` on, up to the end of an output; what ends with the text itself is
+    """A limited number of tokens from position `end` on, up to the end of an output; what ends with the text itself is
     taken to repeat."""
     token_ids = automaton.token_ids[end : end + max_tokens].tolist()
     for place, token_id in enumerate(token_ids):

@@ -18,7 +18,7 @@ class Outcomes:
         self._num_tried = self._num_tried * self._memory + 1.0
 
     def chance(self, prior: float, weight: float) -> float:
-        """How likely the next guess is right, if `prior`, what is known otherwise, counts as so many outcomes."""
+        """How likely the next guess is right, if `prior`, what is known otherwise, counts as `weight` outcomes."""
         return (self._num_right + prior * weight) / (self._num_tried + weight)
 
     def fade(self, share: float) -> None:

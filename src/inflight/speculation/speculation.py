@@ -6,7 +6,7 @@ rows are expensive or guesses fail, that is none.
 
 Guessing itself takes time, too. It may take a hundredth of the time of all steps, and what guesses have saved. A draft
 model takes much more: before it is asked, what it is expected to be right about is weighed against how long it takes,
-and it guesses only for those sequences about which nobody else knows as much.
+and it guesses only for sequences about which nothing else knows as much.
 """
 
 import time
@@ -22,17 +22,17 @@ from inflight.speculation.guesser import NOTHING, Guess, Guesser
 from inflight.step_times import StepTimes
 
 LEAST_GAIN = 1.01
-"""Guesses must be expected to make a step at least so many times as good: what is expected is not known exactly."""
+"""The factor by which guesses must be expected to improve a step: what is expected is not known exactly."""
 LEAST_GAIN_OF_DRAFT = 1.05
 """The same for asking a draft model."""
 SHARE_OF_TIME = 0.01
 """How much of the time of steps guessing may take if it saves nothing."""
 FEWEST_STEPS_WITH_GUESSES, MOST_STEPS_WITH_GUESSES = 4, 100
-"""After so many steps, at first and in the end, one has no guesses: else nobody would know how long that takes."""
+"""Steps, at first and in the end, after which one has no guesses, to measure how long it takes then."""
 CANDOUR_MEMORY, CALIBRATION_WEIGHT, CANDOUR_FORGETTING = 0.99, 10.0, 0.998
 """How much of what was hoped for, and what came of it, counts after each step with guesses; and for how many tokens it
 counts that hopes come true. Of many guesses those are taken whose chances were overestimated. After a step without
-guesses less of it counts: in the end somebody tries again."""
+guesses less of it counts: in the end it is tried again."""
 MOST_CREDIT = 0.1
 """How many seconds guessing may take at most until it has to save some again."""
 

@@ -61,7 +61,7 @@ def serve(
     Args:
         is_offline: callers wait for whole outputs and not for tokens: no step's prefill is bounded for their sake, and
             requests are compiled in turn, so that they are queued in the order in which they came.
-        watching: who is told what it does; None: nobody.
+        watching: what is told of its steps; None: nothing is.
     """
     try:
         engine = load()

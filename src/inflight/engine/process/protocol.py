@@ -70,7 +70,7 @@ class AskStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskLive(msgspec.Struct, tag=True, frozen=True):
-    """Answer with `Live` of the same `request_id`. While somebody asks, steps are recorded in `record_to`."""
+    """Answer with `Live` of the same `request_id`. While they keep coming, steps are recorded in `record_to`."""
 
     request_id: str
     record_to: RecordTo | None = None

@@ -95,7 +95,7 @@ class Session:
         delay: seconds to wait before that.
         on_end: called in a thread at the end, with the error that all waiting readers are about to get.
         step_timeout: see `Watchdog`; None: the engine is not watched.
-        name: of the engine, for whoever reads of it.
+        name: of the engine, for logs and errors.
 
     Attributes:
         started: done when the engine is loaded (with this session), or could not be loaded (with its error).

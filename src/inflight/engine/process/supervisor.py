@@ -24,7 +24,7 @@ class Supervisor:
         step_timeout: seconds of silence after which an engine is killed (see `Watchdog`); None: never.
         restart_delays: seconds between a crash and the next start, for each crash in a row that is tolerated. Once a
             request has run to its end, counting begins again.
-        name: of the engine, for whoever reads of it.
+        name: of the engine, for logs and errors.
 
     Attributes:
         num_crashes: how many engines have died.

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 
 TIMES_LONGEST = 50
-"""A step may take so many times as long as the longest so far, if that is more than the timeout."""
+"""A step may take this many times as long as the longest so far, if that is more than the timeout."""
 
 NUM_LOOKS = 10
 """How often within the timeout an engine is asked, and a silent one is looked at."""

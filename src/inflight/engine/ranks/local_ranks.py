@@ -79,7 +79,7 @@ _waiting: LocalRanks | None = None
 
 def start_early(size: int) -> None:
     """Let this process, which has no threads yet, be rank 0 of so many, and run on cores of its own; start the others.
-    (Where nobody has said so, rank 0 runs where it did.)"""
+    (If it was not told so, rank 0 runs where it did.)"""
     global _waiting
     if hasattr(os, "memfd_create"):
         _waiting = LocalRanks(size)

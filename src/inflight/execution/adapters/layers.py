@@ -54,7 +54,7 @@ class AdaptableLayers:
 
     Args:
         model: ours alone, prepacked.
-        run: runs a step of so many tokens and rows of logits.
+        run: runs a step of given numbers of tokens and rows of logits.
 
     Attributes:
         step: the kernels' number of what tells rows their adapters.

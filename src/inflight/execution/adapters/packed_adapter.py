@@ -13,7 +13,7 @@ from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.weights.panels import panels_of
 
 MULTIPLE, TOGETHER = 32, 8
-"""Inputs and rows: the kernels multiply so many at a time (`kernels/adapters.h`)."""
+"""Inputs and rows that the kernels multiply at a time (`kernels/adapters.h`)."""
 LINE = 64
 """Bytes of a line of the processor's cache."""
 

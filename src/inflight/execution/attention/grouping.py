@@ -139,7 +139,7 @@ def _parts_of_blocks(
 
 
 def _size_of_groups(num_calls: Mapping[CacheGroup, int], num_parts: Mapping[CacheGroup, int]) -> int | None:
-    """The largest number of storages that each group can lie in, for so many calls of each kind and parts of a block;
+    """The largest number of storages that each group can lie in, given the calls of each kind and parts of a block;
     None if that wastes too much memory or takes too many groups."""
     for size in range(max(number for each, number in num_calls.items() if num_parts[each] == 1), 0, -1):
         num_groups = {each: -(-number // (size * num_parts[each])) for each, number in num_calls.items()}

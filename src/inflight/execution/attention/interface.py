@@ -23,7 +23,7 @@ class AttentionSpec:
         is_causal: whether a query sees no key that comes after it. If not, it sees all keys of its span's sequence, so
             a sequence that is to see all of itself runs in one step.
         window: a query at position i sees keys j with `|i - j| < window`; None sees all that it may.
-        chunk: a query sees only keys in its own aligned chunk of so many positions (Llama 4); None: no chunks.
+        chunk: a query sees only keys in its own aligned chunk of this many positions (Llama 4); None: no chunks.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
         cache_group: index into the groups of the batch that a backend is given.

@@ -22,7 +22,7 @@ MAX_SHARED_QUERY_LEN = 16
 """Spans up to this long attend together with others; longer ones fill the processor alone."""
 
 MAX_QUERIES_AT_ONCE = 512
-"""Longer spans attend in slices of so many queries: the mask of a slice has this many rows."""
+"""Longer spans attend in slices of this many queries, the rows of a slice's mask."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntAr
 
 
 def _end_of_visible_keys(query_positions: IntArray, kv_lens: IntArray, spec: AttentionSpec) -> IntArray:
-    """One more than the last key that a query at each of these positions `[n]` may see, of so many: `[n]`."""
+    """One more than the last of `kv_lens` keys that a query at each of these positions `[n]` may see: `[n]`."""
     if spec.is_causal:
         return query_positions + 1
     end = kv_lens

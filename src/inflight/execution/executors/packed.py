@@ -217,7 +217,7 @@ class PackedExecutor:
         self._recorded = None
 
     def comparison(self) -> ComparedAttention:
-        """Run the definition of attention beside the backend from now on, and compare them. The cache is made anew, so
+        """Run the definition of attention beside the backend from now on, and compare them. The cache is made again, so
         nothing may have run before; a model that was recorded walks, because its attention calls skip the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         comparison = ComparedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
@@ -295,7 +295,7 @@ def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroup
 
 
 def _at_least(number: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[n]`, the last one repeated until there are so many; zeros if there are none."""
+    """Rows `[n]`, the last one repeated until there are `number`; zeros if there are none."""
     if rows.shape[0] >= number:
         return rows
     last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)

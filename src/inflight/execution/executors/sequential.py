@@ -1,7 +1,7 @@
 """`SequentialExecutor`: one sequence after the other, each with a cache that the model makes for itself.
 
 The last resort, which works for every causal model. If a sequence's cache does not end where its span begins (a step
-was given up, or the sequence starts over), it is made anew from the sequence's tokens. So no step ever has to be
+was given up, or the sequence starts over), it is rebuilt from the sequence's tokens. So no step ever has to be
 undone, and a model without any cache is run from the beginning for every token.
 """
 

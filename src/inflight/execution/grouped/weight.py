@@ -448,7 +448,7 @@ _in_place: ContextVar[bool] = ContextVar("multiplied_in_place", default=False)
 @contextmanager
 def multiplied_in_place() -> Iterator[None]:
     """Inside, our kernel multiplies with the numbers as they are, in exact arithmetic. That takes a fraction of the
-    time, and rounds sums in its own way: for whoever asks how a model runs, not what it gives."""
+    time, and rounds sums in its own way: for a look at how a model runs, not at what it gives."""
     token = _in_place.set(True)
     try:
         yield

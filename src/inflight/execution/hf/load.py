@@ -49,7 +49,7 @@ def load_model(
         model_config: of `read_config`, if the caller has it; it becomes the model's.
         in_own_dtype: whether a checkpoint's weights keep its dtype, and stay in its files until they are used.
         auto_class: of `transformers`, which finds the model's class.
-        spare: beginnings of the names of weights that nobody will use, so that a checkpoint may lack them.
+        spare: beginnings of the names of weights that are not used, so that a checkpoint may lack them.
 
     A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model stays as it is. Raises
     `ModelError` if the model cannot be loaded completely: missing weights are never made up.

@@ -29,7 +29,7 @@ STATE = (LinearAttentionLayer,)
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 NUM_VERSIONS = 2
 NUM_SPARE = 64
-"""Room for so many more tokens after those that were gathered."""
+"""Tokens for which there is room after those that were gathered."""
 
 
 @dataclass(slots=True)

@@ -62,7 +62,7 @@ def delete_with(owner: object, operator: Callable[[int], None], number: int) -> 
 
 
 def _call_unseen(operator: Callable[[int], None], number: int) -> None:
-    """The garbage collector may come in the middle of a forward pass that somebody watches, or that has no data."""
+    """The garbage collector may come in the middle of a forward pass that is watched, or that has no data."""
     with torch._C._DisableTorchDispatch():
         operator(number)
 

@@ -90,7 +90,7 @@ def build_bridge(library: Path, folder: Path = Path(torch.__file__).parent) -> N
     """Compile the bridge to a torch.
 
     Args:
-        library: where to; replaced at once, so nobody sees half of one.
+        library: where to; replaced at once, so that no process sees half of one.
         folder: that of the package `torch`.
 
     Raises:

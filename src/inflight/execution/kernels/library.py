@@ -78,7 +78,7 @@ def _loaded(carried: Path | None) -> ctypes.CDLL | None:
 
 def built_libraries(wanted: Mapping[str, Callable[[Path], None]]) -> list[Path]:
     """Where those of these names are, built if they are not on disk yet. It may be a folder that cannot be written."""
-    if all(os.path.exists(_user_folder() / name) for name in wanted):  # and False, not an error, where nobody may look
+    if all(os.path.exists(_user_folder() / name) for name in wanted):  # False where the folder may not be read
         return [_user_folder() / name for name in wanted]
     folder = cache_folder()
     if folder != _user_folder():

@@ -56,7 +56,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def fingerprint(
     model: PreTrainedModel, executor: PackedExecutor, config: EngineConfig, num_blocks: int, weights_digest: bytes
 ) -> bytes:
-    """The fingerprint of what an executor keeps, whose cache of so many blocks nobody uses yet: 32 bytes."""
+    """The fingerprint of what an executor keeps, whose cache of `num_blocks` is still unused: 32 bytes."""
     rows = executor.rows_of_block(0)
     parts = {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",

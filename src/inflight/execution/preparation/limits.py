@@ -41,7 +41,7 @@ def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tupl
     starts_over = prepare is not GenerationMixin.prepare_inputs_for_generation
     if short is not None and short < limit and not starts_over:
         notes.append(
-            f"a sequence that outgrows {short} tokens is computed anew, as in one forward pass (LongRoPE); "
+            f"a sequence that outgrows {short} tokens is recomputed, as in one forward pass (LongRoPE); "
             "model.generate keeps its short keys"
         )
     return limit, notes

@@ -107,7 +107,7 @@ def _first_as_generated(plain: PlainModel, modes: Sequence[RunMode], others: Map
     difference = max(map(relative_error, generated.logits, plain.logits))
     said = {
         "as in one forward pass": f"with a cache of its own the model gives others by {difference:.1e}, as here; a "
-        "sequence that was preempted is computed anew as a prompt"
+        "sequence that was preempted is recomputed as a prompt"
     }
     # In pieces, a prompt's last token may come alone, and would be computed like a token after the prompt.
     whole = [mode for mode in modes if mode.in_one_piece]

@@ -362,7 +362,7 @@ def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
-    """Whether a sequence gets the same bits of logits alone and in company, as far as a short one shows it."""
+    """Whether a sequence gets the same bits of logits alone and in a batch, as far as a short one shows it."""
     if not executor.backend.is_batch_invariant:
         return False
     prompts, device = draw_prompts(vocab_size, INVARIANCE_LENGTHS), executor.model.device

@@ -47,7 +47,7 @@ from inflight.execution.weights.rounded_model import round_weights, rounding_of
 logger = logging.getLogger(__name__)
 
 MAX_COPIED = 2**26
-"""Parameters of a caller's model up to so many bytes are copied; larger ones are shared, and watched."""
+"""Parameters of a caller's model up to this many bytes are copied; larger ones are shared, and watched."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class PreparedModel:
     """A model that is ready to run.
 
     Attributes:
-        weights_digest: of the weights that it was given; None: nobody needs it.
+        weights_digest: of the weights that it was given; None: it is not needed.
         adapters: those that its rows may have; None: it was not prepared for any.
         pooler: what makes a text's numbers of its states; None: it generates.
     """

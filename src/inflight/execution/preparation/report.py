@@ -21,7 +21,7 @@ class PreparationReport:
         attention_error: the largest relative error of an attention module's output; None where attention is left to
             the model.
         vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
-        is_batch_invariant: whether logits were the same bits alone, in company, and in chunks.
+        is_batch_invariant: whether logits were the same bits alone, in a batch, and in chunks.
         min_rows: rows that a step has at least, as `PackedExecutor` takes it.
         router_rows: with how many rows routers run; None: there are none, or the model is not prepacked.
         linear_calls: what a forward pass did with linear layers; None: the model is not prepacked.

@@ -23,7 +23,7 @@ BY_OUTPUTS = {"colwise": 1, "colwise_rep": 1, "colwise_gather_output": 1, "packe
 """How many matrices lie in one parameter."""
 BY_INPUTS = {"rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
 PADDED = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
-"""What may have zeros at its end: outputs that are put together again, and rows that nobody looks up."""
+"""What may have zeros at its end: outputs that are put together again, and rows that are never looked up."""
 WHOLE = {"moe_tp_experts", "all_reduce", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate"}
 """What has nothing to divide itself, or only for the sake of gradients."""
 HEADS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value)$")

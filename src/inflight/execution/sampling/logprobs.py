@@ -14,7 +14,7 @@ from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.sampler import pick
 
 ROWS_AT_ONCE = 256
-"""At most so many rows of logits are copied to float32 at a time."""
+"""Rows of logits that are copied to float32 at a time."""
 
 
 class Scorer:

@@ -1,6 +1,6 @@
 """Parameters that a model multiplies with by itself, outside linear layers: routers, and experts that it runs in a way
 of its own. Tensor subclasses catch these products and run them with prepacked matrices, so that a token gets the same
-bits in any company. For everything else they are parameters.
+bits in any batch. For everything else they are parameters.
 """
 
 from collections.abc import Callable

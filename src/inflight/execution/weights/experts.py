@@ -2,7 +2,7 @@
 
 All experts' matrices of one projection are one three-dimensional parameter, and models look up by name how to run them.
 "inflight" is our way: it runs the tokens of each expert together, and adds up each token's experts in the order of its
-own choice, so that a token gets the same bits in any company. Routers, and the experts of models that look nothing up,
+own choice, so that a token gets the same bits in any batch. Routers, and the experts of models that look nothing up,
 are caught where the model multiplies with them (`caught_matrices`).
 """
 
@@ -181,7 +181,7 @@ def prepack_routers(model: PreTrainedModel) -> None:
 
 
 def _has_experts(module: nn.Module, number: int) -> bool:
-    """Whether a module says that it has so many experts."""
+    """Whether a module says that it has `number` experts."""
     return any("expert" in name and value == number for name, value in vars(module).items())
 
 
@@ -216,7 +216,7 @@ class RouterRows(Enum):
 
 
 def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
-    """Let the routers of `model` run with so many rows from now on."""
+    """Let the routers of `model` run with these numbers of rows from now on."""
     for router in routers_of(model):
         forward = router.forward
         original = forward.args[0] if isinstance(forward, OwnForward) else forward

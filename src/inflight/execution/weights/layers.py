@@ -9,7 +9,7 @@ from inflight.execution.weights.linear_calls import ACTIVATIONS
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 STEP = 64
-"""torch's elementwise operators take a multiple of so many elements at once, and compute the rest by another routine,
+"""torch's elementwise operators take a multiple of this many elements at once, and compute the rest by another routine,
 with other bits."""
 MIN_ROWS = 2
 """A single row would take another path through oneDNN, with other bits."""
@@ -18,7 +18,7 @@ MAX_NARROW = 512
 
 
 def is_narrow(size: int) -> bool:
-    """Whether rows of so many elements could get other bits from what stands beside them."""
+    """Whether rows of this width could get other bits from what stands beside them."""
     return size % STEP != 0 and size < MAX_NARROW
 
 

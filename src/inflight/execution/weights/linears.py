@@ -1,7 +1,7 @@
 """A model's linear layers, replaced by prepacked ones.
 
 `linear_calls` has seen which of them run as one. Weights are prepacked layer by layer, and each plain copy is let go at
-once. Knows modules and tensors, no architecture; whoever prepacks a model proves it afterwards (`preparation`).
+once. Knows modules and tensors, no architecture; a prepacked model is proved afterwards (`preparation`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence

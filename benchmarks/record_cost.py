@@ -17,8 +17,7 @@ from inflight.contracts.record import StepRecord
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.recorder import Recorder, describe_machine
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.limits import Limits
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 
 NUM_STEPS = 5000

@@ -13,8 +13,7 @@ from array import array
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.limits import Limits
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 
 NUM_RUNNING = 256

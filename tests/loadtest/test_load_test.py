@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from inflight.loadtest.cpu_time import cpu_seconds
 from inflight.loadtest.dialect import Dialect, Target, find_dialect
-from inflight.loadtest.load_test import LoadPlan, LoadResult, load_test
+from inflight.loadtest.load_test import LoadPlan, LoadResult, cpu_seconds, load_test
 from inflight.loadtest.sketch import Sketch
 from inflight.openai_client import OpenAIClient, ServerError
 from tests.loadtest.fake_server import Behaviour, Exchange, FakeServer, answer_at_once, refuse

@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.limits import Limits
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request, Sequence
 
 

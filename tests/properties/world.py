@@ -12,9 +12,8 @@ import pytest
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.limits import Limits
 from inflight.scheduling.prefix_cache import Node, Parent, Root
-from inflight.scheduling.scheduler import Scheduler
+from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check

@@ -7,8 +7,7 @@ from typing import Any
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.contracts.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.limits import Limits
-from inflight.scheduling.scheduler import Progress, Scheduler
+from inflight.scheduling.scheduler import Limits, Progress, Scheduler
 from inflight.scheduling.sequence import Request
 
 TOKEN = 7

@@ -184,7 +184,7 @@ def test_check_finds_a_block_that_has_no_holder_and_is_not_free() -> None:
     pool = pool_of(4, 1)
     pool.release(grown(pool, 2))
     pool._free.pop()
-    with pytest.raises(RuntimeError, match="the free and cached blocks are not those that nobody holds"):
+    with pytest.raises(RuntimeError, match="the free and cached blocks are not those that no table names"):
         pool.check([])
 
 
@@ -194,7 +194,7 @@ def test_check_finds_a_cached_block_with_unknown_content() -> None:
     remember(pool, [1], table)
     pool.release(table)
     pool._prefix_cache.forget(0)
-    with pytest.raises(RuntimeError, match="the cached blocks are not those, of all that nobody holds, whose content"):
+    with pytest.raises(RuntimeError, match="the cached blocks are not those, of all that no table names, whose content"):
         pool.check([])
 
 

@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.scheduling import waiting_queue
+from inflight.scheduling import sequences
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
+from inflight.scheduling.sequences import WaitingQueue
 from inflight.scheduling.service_order import ServiceOrder
-from inflight.scheduling.waiting_queue import WaitingQueue
 from tests.scheduling.helpers import make_scheduler, plan_of, slots_of, spans_of, step, submit, waiting
 
 
@@ -46,7 +46,7 @@ actions = st.lists(
 def test_the_best_sequence_is_the_best_by_the_formula(
     aging_steps: int | None, actions: list[tuple[str, int]], seldom_tidied: bool
 ) -> None:
-    most_stale, waiting_queue.MAX_STALE = waiting_queue.MAX_STALE, 64 if seldom_tidied else 1
+    most_stale, sequences.MAX_STALE = sequences.MAX_STALE, 64 if seldom_tidied else 1
     try:
         queue, rng, now = WaitingQueue(ServiceOrder(aging_steps)), random.Random(0), 0
         here: list[Sequence] = []
@@ -79,9 +79,9 @@ def test_the_best_sequence_is_the_best_by_the_formula(
             assert all(queue.get(each.sequence_id) is each for each in here)
             assert all(queue.get(each.sequence_id) is None for each in gone)
             assert queue._num_entries == sum(map(len, queue._heaps.values()))
-            assert queue._num_entries <= 2 * len(here) + waiting_queue.MAX_STALE + 1
+            assert queue._num_entries <= 2 * len(here) + sequences.MAX_STALE + 1
     finally:
-        waiting_queue.MAX_STALE = most_stale
+        sequences.MAX_STALE = most_stale
 
 
 def test_the_queue_drops_the_entries_of_sequences_that_have_left() -> None:

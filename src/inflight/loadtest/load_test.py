@@ -1,13 +1,16 @@
 """`load_test`: one load test, from its plan to its report. Decides only the order of the steps."""
 
 import asyncio
+import math
+import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Literal, TypeAlias
 
-from inflight.loadtest.arrivals import arrival_times
-from inflight.loadtest.cpu_time import cpu_seconds
+import numpy as np
+
 from inflight.loadtest.dialect import VOCAB_SIZES, Dialect, Target, find_dialect
 from inflight.loadtest.processes import run_in_processes
 from inflight.loadtest.prompts import write_prompts
@@ -15,6 +18,63 @@ from inflight.loadtest.report import LoadReport, Objectives, report_of
 from inflight.loadtest.runner import Clock, LoadRequest, Record, Tally, run_load
 from inflight.loadtest.sketch import Sketch
 from inflight.openai_client import OpenAIClient
+
+PROC = Path("/proc")
+
+
+def cpu_seconds(pid: int) -> float:
+    """Return the CPU seconds, user and system, of a process, its living descendants and its dead children.
+
+    Raises:
+        ValueError: there is no such process, or no `/proc`.
+    """
+    if not (PROC / "self" / "stat").exists():
+        raise ValueError("the server's CPU time is read from /proc, which this system does not have")
+    stats = {int(entry.name): _fields(entry) for entry in PROC.iterdir() if entry.name.isdigit()}
+    if not stats.get(pid):
+        raise ValueError(f"there is no process {pid}")
+    family, size = {pid}, 0
+    while len(family) > size:  # until no new descendants are found
+        size = len(family)
+        family |= {child for child, fields in stats.items() if fields and int(fields[1]) in family}
+    # user and system time, and both for children that were waited for
+    ticks = sum(int(ticks) for member in family for ticks in stats[member][11:15])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _fields(process: Path) -> list[str]:
+    """Return the fields of `stat` from the third (state) on; none if the process has just ended."""
+    try:
+        return (process / "stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def arrival_times(
+    num_requests: int, rate: float, *, burstiness: float = 1.0, burst_size: int = 1, seed: int = 0
+) -> list[float]:
+    """Return when requests arrive, in seconds after the start, the first at 0.
+
+    Args:
+        rate: requests per second, on average; infinity: all at once.
+        burstiness: the shape of the gamma distribution of the gaps. 1: requests arrive independently of each other
+            (Poisson); below 1: in clusters; above 1: more evenly.
+        burst_size: how many requests arrive together; the gaps are between such bursts.
+
+    Raises:
+        ValueError: an argument is not above 0.
+    """
+    for name, value in (("the request rate", rate), ("the burstiness", burstiness), ("the burst size", burst_size)):
+        if not value > 0:
+            raise ValueError(f"{name} is {value}; it must be above 0")
+    if math.isinf(rate):
+        return [0.0] * num_requests
+    num_bursts = math.ceil(num_requests / burst_size)
+    mean_gap = burst_size / rate
+    gaps = np.random.default_rng((seed, 1)).gamma(burstiness, mean_gap / burstiness, max(0, num_bursts - 1))
+    starts: list[float] = np.concatenate(([0.0], np.cumsum(gaps))).tolist()
+    return [starts[number // burst_size] for number in range(num_requests)]
+
 
 PromptKind: TypeAlias = Literal["auto", "ids", "words"]
 WARMUP_TOKENS = 16

@@ -13,9 +13,8 @@ from inflight.contracts.features import INSPECTION, Features
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
-from inflight.execution.attention.grouping import BlockPart, Grouping
+from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
 from inflight.execution.attention.interface import KVStorage
-from inflight.execution.attention.storage import allocate_storages
 from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states

@@ -4,17 +4,83 @@ An embedding's head is what `sentence-transformers` has in the checkpoint's fold
 own code, which is given the hidden states that the packed row has computed in place of its body.
 """
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
+from transformers.utils import cached_file
 
 from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan
-from inflight.execution.pooling.poolers import pooled
+from inflight.execution.hf.source import first_line
+
+
+def read_dense(name: str, folders: Sequence[str], revision: str | None) -> dict[str, nn.Module]:
+    """The dense layers of these folders of a checkpoint. Raises `ModelError` if one cannot be read.
+
+    Args:
+        name: a folder or a hub id.
+    """
+    layers: dict[str, nn.Module] = {}
+    for folder in folders:
+        try:
+            config = json.loads(_path(name, f"{folder}/config.json", revision).read_text())
+            try:
+                state = load_file(_path(name, f"{folder}/model.safetensors", revision))
+            except OSError:
+                state = torch.load(_path(name, f"{folder}/pytorch_model.bin", revision), weights_only=True)
+            layers[folder] = Dense(config, state)
+        except ModelError:
+            raise
+        except Exception as error:
+            raise ModelError(f"the layer {folder!r} of {name!r} cannot be read: {first_line(error)}") from error
+    return layers
+
+
+def _path(name: str, file: str, revision: str | None) -> Path:
+    return Path(cached_file(name, file, revision=revision))
+
+
+def _weighted_mean(states: torch.Tensor, first: int) -> torch.Tensor:
+    weights = torch.arange(1 + first, 1 + first + len(states), dtype=torch.float32, device=states.device)[:, None]
+    return (states * weights).sum(0) / weights.sum()
+
+
+POOLERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
+    "cls": lambda states, first: states[0],
+    "lasttoken": lambda states, first: states[-1],
+    "mean": lambda states, first: states.mean(0),
+    "max": lambda states, first: states.amax(0),
+    "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / len(states) ** 0.5,
+    "weightedmean": _weighted_mean,
+}
+"""Each takes the states `[L, H]` of the tokens that are pooled, float32, and the place of the first of them in the
+text, to `[H]`."""
+
+
+def check_modes(modes: Sequence[str]) -> None:
+    """Raise `ModelError` for a mode that is not known."""
+    for mode in modes:
+        if mode not in POOLERS:
+            raise ModelError(f"the model pools by {mode!r}; this is not one of {', '.join(POOLERS)}")
+
+
+def pooled(states: torch.Tensor, modes: Sequence[str], prompt_length: int) -> torch.Tensor:
+    """The vector `[len(modes) * H]` of a text, float32.
+
+    Args:
+        states: of all its tokens, `[L, H]`.
+        prompt_length: how many of the first ones are not pooled.
+    """
+    first = min(prompt_length, len(states) - 1)
+    own = states[first:].float()
+    return torch.cat([POOLERS[mode](own, first) for mode in modes])
 
 
 class Head(Protocol):

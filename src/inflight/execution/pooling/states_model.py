@@ -17,9 +17,14 @@ from inflight.execution.executors.counting import TYPE_SHIFT
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.plain_linear import PlainLinears
-from inflight.execution.pooling.dense_files import read_dense
-from inflight.execution.pooling.heads import AnswerHead, ClassificationHead, EmbeddingHead, Head
-from inflight.execution.pooling.poolers import check_modes
+from inflight.execution.pooling.heads import (
+    AnswerHead,
+    ClassificationHead,
+    EmbeddingHead,
+    Head,
+    check_modes,
+    read_dense,
+)
 
 CHECKED_LENGTH = 9
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 3e-2

@@ -54,18 +54,6 @@ def make_proxy(model: PreTrainedModel) -> PlainModel:
     raise ModelError(f"no small float32 copy of {type(model).__name__} can be made to prove it on ({reasons[0]})")
 
 
-def make_body_proxy(model: PreTrainedModel) -> PreTrainedModel:
-    """A proxy of a model without a head, whose attention modules alone will be looked at. Raises `ModelError` if none
-    can be made."""
-    reasons = []
-    for cuts in CHOICES_OF_CUTS:
-        try:
-            return _drawn(model, _smaller(model, cuts), FACTORS[1])
-        except Exception as error:
-            reasons.append(f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
-    raise ModelError(f"no small float32 copy of {type(model).__name__} can be made to prove it on ({reasons[0]})")
-
-
 def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
     for factor in FACTORS:
         plain = PlainModel.of(_drawn(model, config, factor)).with_effect()

@@ -194,7 +194,9 @@ def test_check_finds_a_cached_block_with_unknown_content() -> None:
     remember(pool, [1], table)
     pool.release(table)
     pool._prefix_cache.forget(0)
-    with pytest.raises(RuntimeError, match="the cached blocks are not those, of all that no table names, whose content"):
+    with pytest.raises(
+        RuntimeError, match="the cached blocks are not those, of all that no table names, whose content"
+    ):
         pool.check([])
 
 

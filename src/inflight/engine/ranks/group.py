@@ -18,7 +18,7 @@ from inflight.engine.ranks.messages import Failed, Message, Part, Prepared, Step
 from inflight.execution.ranks.rank import has_heard_of_an_end
 
 SECONDS_TO_NOTICE = 10.0
-"""How long it may take from a rank's end, of which a meeting tells, until its link tells how it ended."""
+"""How long it may take from a rank's end, of which a barrier tells, until its link tells how it ended."""
 NOT_BY_ALL = "the model could not be loaded by all ranks"
 
 

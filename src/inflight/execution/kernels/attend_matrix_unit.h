@@ -76,13 +76,13 @@ struct UnitProducts {
   }
 
  private:
-  // The unit, for products of so many operands.
+  // The unit, for products of `num_operands`.
   class Unit {
    public:
     explicit Unit(int num_operands) : num_operands_(num_operands) {}
     ~Unit() { _tile_release(); }
 
-    // New sums of so many rows.
+    // New sums of `num_rows` rows.
     void begin(int num_rows) {
       if (num_rows != num_rows_) shape_tiles(num_rows, num_operands_);
       num_rows_ = num_rows;
@@ -111,7 +111,7 @@ struct UnitProducts {
   };
 
   // The values of dimensions [lane, lane + 32) of all stripes: two stripes are the operands of a tile, and what belongs
-  // to nobody is zero.
+  // to no token is zero.
   static void copy_values(const Stripes& stripes, int value_lanes, int lane, int num_vectors, Operand* to) {
     constexpr int kPairs = kLanes / BFloat16::kPack;
     using Pairs = Bits;

@@ -81,7 +81,7 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
           sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + i], panel);
       }
     }
-    if (full * kPack < stripes[s].length)  // beside the last token lies what belongs to nobody
+    if (full * kPack < stripes[s].length)  // beside the last token lies what no token owns
       for (int v = 0; v < kVectors; ++v) {
         const auto panel = Kind::load_first_of_pack(row + v * kLanes * kPack);
         for (int r = 0; r < kRows; ++r)

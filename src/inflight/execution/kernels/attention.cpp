@@ -53,7 +53,7 @@ template <class Kind, class Input>
 constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>> &&
                                   !std::is_same_v<Kind, Int8>;
 
-// The vectors of kLanes tokens, which lie so many elements apart, of one head: all of a stripe, in the order of its memory.
+// The vectors of kLanes tokens, which lie a stride apart, of one head: all of a stripe, in the order of its memory.
 template <class Kind, class Input>
 void write_stripe(const Shape& shape, const Input* keys, int64_t key_stride, const Input* values, int64_t value_stride,
                   const Stripe<Kind>& to) {
@@ -170,7 +170,7 @@ class Plan {
     return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= shape_.end_visible(span.start, span.end);
   }
 
-  // How many of so many rows are an item: fewer, if threads would have nothing to do.
+  // How many of `num_rows` rows are an item: fewer, if threads would have nothing to do.
   int64_t rows_of_item(int64_t num_rows) const {
     const int64_t enough = kItemsOfThread * thread_count();
     int64_t rows = kMaxRowsOfItem;

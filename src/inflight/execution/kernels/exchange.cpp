@@ -61,10 +61,10 @@ struct Exchange::Head {
   std::atomic<uint32_t> has_ended;
 };
 
-// How far a rank is: the number of its step, and in its lower half, at how many meetings of the step it has been. It
+// How far a rank is: the number of its step, and in its lower half, at how many barriers of the step it has been. It
 // only grows.
 struct alignas(128) Exchange::Said {
-  std::atomic<uint64_t> meeting;
+  std::atomic<uint64_t> barrier;
 };
 
 Exchange::Exchange(int64_t file, int64_t rank, int64_t num_ranks, int64_t place_bytes)
@@ -86,14 +86,14 @@ Exchange::~Exchange() { munmap(memory_, file_bytes_); }
 void Exchange::begin(int64_t step) {
   CHECK(step >= int64_t(step_) && step < int64_t(1) << 32, "after step ", step_, " there is no step ", step);
   step_ = step;
-  meeting_ = step_ << 32;
+  barrier_ = step_ << 32;
 }
 
-void Exchange::give_up() { said_[rank_].meeting.store((step_ + 1) << 32, std::memory_order_release); }
+void Exchange::give_up() { said_[rank_].barrier.store((step_ + 1) << 32, std::memory_order_release); }
 
 bool Exchange::is_given_up() const {
   for (int64_t rank = 0; rank < num_ranks_; ++rank)
-    if (rank != rank_ && said_[rank].meeting.load(std::memory_order_acquire) >> 32 > step_) return true;
+    if (rank != rank_ && said_[rank].barrier.load(std::memory_order_acquire) >> 32 > step_) return true;
   return false;
 }
 
@@ -101,17 +101,17 @@ void Exchange::end() { head_->has_ended.store(1, std::memory_order_release); }
 
 char* Exchange::place(int64_t rank) const {
   const int64_t heads = file_bytes_ - 2 * num_ranks_ * place_bytes_;
-  return memory_ + heads + ((meeting_ % 2) * num_ranks_ + rank) * place_bytes_;
+  return memory_ + heads + ((barrier_ % 2) * num_ranks_ + rank) * place_bytes_;
 }
 
 void Exchange::wait_for_others() {
-  said_[rank_].meeting.store(meeting_, std::memory_order_release);
+  said_[rank_].barrier.store(barrier_, std::memory_order_release);
   auto start = Clock::time_point::min();
   for (int64_t rank = 0; rank < num_ranks_; ++rank) {
     for (int64_t looks = 1; rank != rank_; ++looks) {
-      const uint64_t meeting = said_[rank].meeting.load(std::memory_order_acquire);
-      CHECK(meeting >> 32 <= step_, "rank ", rank, " has given up step ", step_);
-      if (meeting >= meeting_) break;
+      const uint64_t barrier = said_[rank].barrier.load(std::memory_order_acquire);
+      CHECK(barrier >> 32 <= step_, "rank ", rank, " has given up step ", step_);
+      if (barrier >= barrier_) break;
       if (looks % kLooksInTurn) {
         rest();
         continue;
@@ -137,7 +137,7 @@ Tensor Exchange::sum(const Tensor& given) {
   const char* places[kMostRanks];
   for (int64_t done = 0; done < bytes; done += place_bytes_) {
     const int64_t length = std::min(place_bytes_, bytes - done);
-    ++meeting_;
+    ++barrier_;
     copy(place(rank_), from + done, length);
     wait_for_others();
     for (int64_t rank = 0; rank < num_ranks_; ++rank) places[rank] = place(rank);
@@ -165,7 +165,7 @@ Tensor Exchange::gather(const Tensor& given) {
   char* to = static_cast<char*>(gathered.data_ptr());
   for (int64_t done = 0; done < num_rows; done += rows_at_once) {
     const int64_t number = std::min(rows_at_once, num_rows - done);
-    ++meeting_;
+    ++barrier_;
     copy(place(rank_), from + done * row_bytes, number * row_bytes);
     wait_for_others();
     for_each_item(number, [&](int64_t row) {

@@ -3,7 +3,7 @@
 //
 // The ranks are processes of one machine that map the same file. Each writes its rows into a place of its own and says
 // so; when all have said so, each reads all places in the order of the ranks. So all get the same bits. Two sets of
-// places take turns: whoever writes into one knows that all others have read what was there, because they have
+// places take turns: a rank that writes into one knows that all others have read what was there, because they have
 // written into the other since.
 #pragma once
 
@@ -45,7 +45,7 @@ class Exchange {
   char* memory_ = nullptr;
   Head* head_ = nullptr;
   Said* said_ = nullptr;
-  uint64_t step_ = 0, meeting_ = 0;
+  uint64_t step_ = 0, barrier_ = 0;
 };
 
 }  // namespace inflight

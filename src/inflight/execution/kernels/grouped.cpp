@@ -138,7 +138,7 @@ Tensor pack_grouped(Sizes words, const Tensor& numbers, const Tensor& coarse,
   const auto* least = layout.minima ? static_cast<const uint8_t*>(coarse_minima->const_data_ptr()) : nullptr;
   const int64_t bytes = layout.scale_bytes;
   for_each_range(out, kPanelOutputs, [&](int64_t begin, int64_t end) {
-    // Outputs of a panel share bytes with nobody else's.
+    // Outputs of a panel share bytes with no other panel's.
     for (int64_t row = begin; row < end; ++row) {
       const int64_t output = row % kPanelOutputs;
       uint8_t* run = panels.data_ptr<uint8_t>() + row / kPanelOutputs * panels.size(1);

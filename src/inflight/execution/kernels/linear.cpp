@@ -181,7 +181,7 @@ struct Tiled {
   using Sum = std::conditional_t<Kind::kPack == 4, int32_t, float>;
   using Rows = TiledRows;
   static constexpr int64_t kRowsOfItem = 256, kMaxPanels = 16, kStepsOfPart = 128, kStepsOfBlock = 4 * kStepsOfPart;
-  static constexpr int64_t kMaxStepsOfRows = 1 << 18;  // so many operands stay in the L2 cache, beside panels and sums
+  static constexpr int64_t kMaxStepsOfRows = 1 << 18;  // operands that stay in the L2 cache, beside panels and sums
   static constexpr int64_t kMaxStepsOfShort = 1024;    // of a panel
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,

@@ -43,7 +43,7 @@ void pack_panels(const Tensor& weight, const Tensor& panels);
 // Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
 bool has_panels(ScalarType dtype);
 
-// Which adapter each of so many rows has; null: none has any.
+// Which adapter each of `num_rows` rows has; null: none has any.
 inline const int32_t* adapters_of_rows(const Linear& linear, int64_t num_rows) {
   return linear.adapters ? linear.adapters->of_rows(num_rows) : nullptr;
 }

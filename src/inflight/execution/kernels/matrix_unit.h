@@ -44,7 +44,7 @@ inline void clear_sums(int num_rows) {
 }
 
 // Adds the products of rows with the operands of two times sixteen outputs to the sums. Rows, and operands of the same
-// outputs, lie so many bytes apart.
+// outputs, lie this many bytes apart.
 template <bool kIsInt8>
 inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes, const char* left, const char* right,
                               int64_t operand_bytes) {

@@ -108,7 +108,7 @@ class ProgramRun {
   ~ProgramRun();
   ProgramRun(const ProgramRun&) = delete;
 
-  // Carries out the next items, at most so many. Returns whether any are left.
+  // Carries out the next items, at most `num_items`. Returns whether any are left.
   bool advance(int64_t num_items);
 
   // What the program gives, at the end.

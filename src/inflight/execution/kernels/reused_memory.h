@@ -12,7 +12,7 @@ namespace inflight {
 
 class ReusedMemory {
  public:
-  // Memory for so many elements: a power of two of bytes.
+  // Memory for `num_elements`: a power of two of bytes.
   Memory take(int64_t num_elements, ScalarType dtype) {
     const int64_t num_bytes = num_elements * size_of(dtype);
     const size_t kind = std::bit_width(uint64_t(std::max(num_bytes, kMinBytes) - 1));

@@ -55,7 +55,7 @@ bool look_for(std::chrono::microseconds time, const Condition& has_come) {
 
 class Pool {
  public:
-  // Returns false if another caller has the threads. `own`: what this thread does instead of items; those that nobody has
+  // Returns false if another caller has the threads. `own`: what this thread does instead of items; those that no thread has
   // begun when it ends are dropped.
   bool run(int64_t num_items, int64_t num_threads, Items work, const FunctionRef<void()>* own = nullptr) {
     const std::unique_lock lock(user_, std::try_to_lock);

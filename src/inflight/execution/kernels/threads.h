@@ -1,7 +1,7 @@
 // The threads that compute.
 //
 // Torch's (OpenMP's) wait for each other at the end of each piece of work, also for those that came too late to do any of
-// it: where another process has a core, all wait until it is given back. Nobody waits for a thread of ours that has not
+// it: where another process has a core, all wait until it is given back. No thread of ours waits for one that has not
 // begun something; the others do it. But both kinds look for work for a while before they sleep, each on cores that the
 // other wants. So ours serve steps in which torch's have nothing to do.
 #pragma once
@@ -34,7 +34,7 @@ class FunctionRef<void(Arguments...)> {
 // Of those that compute.
 int64_t thread_count();
 
-// For whoever looks again and again: leaves the core's other thread more of it meanwhile.
+// For a thread that spins: leaves the core's other thread more of it meanwhile.
 inline void rest() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -60,7 +60,7 @@ class Range {
 void use_own_threads(int64_t number);
 bool uses_own_threads();
 
-// Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whoever is free; these are kept
+// Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whichever are free; these are kept
 // until a call names another number. Runs all items here if that would be work within work, or if another caller has the
 // other threads. Throws the first exception of an item, when all have ended.
 void run_items(int64_t num_items, int64_t num_threads, FunctionRef<void(int64_t)> work);

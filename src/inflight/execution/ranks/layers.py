@@ -9,7 +9,7 @@ from torch import nn
 from inflight.execution.ranks.rank import Rank
 
 
-class Meeting(nn.Module):
+class Collective(nn.Module):
     """A module that exchanges what `inner` takes or gives."""
 
     def __init__(self, inner: nn.Module, rank: Rank) -> None:
@@ -22,7 +22,7 @@ class Meeting(nn.Module):
         return self.inner.weight
 
 
-class SummedOutputs(Meeting):
+class SummedOutputs(Collective):
     """A module of which every rank computes a part of each output: experts."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -30,7 +30,7 @@ class SummedOutputs(Meeting):
         return self.rank.sum(self.inner(*args, **kwargs))
 
 
-class SummedLinear(Meeting):
+class SummedLinear(Collective):
     """A linear layer of which every rank has some inputs.
 
     Args:
@@ -51,7 +51,7 @@ class SummedLinear(Meeting):
         return summed if self.bias is None else summed + self.bias
 
 
-class GatheredLinear(Meeting):
+class GatheredLinear(Collective):
     """A linear layer of which every rank has some outputs, and all are needed.
 
     Args:
@@ -69,7 +69,7 @@ class GatheredLinear(Meeting):
         return gathered[..., : self._num_outputs] if self._is_padded else gathered
 
 
-class SummedEmbedding(Meeting):
+class SummedEmbedding(Collective):
     """An embedding of which every rank has the rows of some tokens."""
 
     def __init__(self, inner: nn.Embedding, rank: Rank) -> None:
@@ -87,4 +87,4 @@ class SummedEmbedding(Meeting):
 
 def behind(module: Any) -> Any:
     """The model's own module: what stands behind one of these, or the module itself."""
-    return module.inner if isinstance(module, Meeting) else module
+    return module.inner if isinstance(module, Collective) else module

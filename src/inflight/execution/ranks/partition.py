@@ -134,12 +134,12 @@ def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
 
 def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
     """Let the ranks meet before or behind a module, if they have to."""
-    meeting: nn.Module
+    collective: nn.Module
     if style in ("moe_tp_experts", "all_reduce"):
-        meeting = SummedOutputs(module, rank)
+        collective = SummedOutputs(module, rank)
     elif style == "embedding_rowwise":
         assert isinstance(module, nn.Embedding)
-        meeting = SummedEmbedding(module, rank)
+        collective = SummedEmbedding(module, rank)
     elif style in (*BY_OUTPUTS, *BY_INPUTS):
         if not isinstance(module, nn.Linear):
             raise ModelError(f"{name} is a {type(module).__name__}, which ranks cannot divide")
@@ -148,12 +148,12 @@ def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank
         if style in BY_INPUTS:
             bias = module.bias
             module.register_parameter("bias", None)
-            meeting = SummedLinear(module, rank, bias, splits=style != "rowwise")
+            collective = SummedLinear(module, rank, bias, splits=style != "rowwise")
         elif style in ("colwise_rep", "colwise_gather_output"):
-            meeting = GatheredLinear(module, rank, num_outputs)
+            collective = GatheredLinear(module, rank, num_outputs)
         else:
             return
     else:
         return
     parent, _, own_name = name.rpartition(".")
-    setattr(model.get_submodule(parent), own_name, meeting)
+    setattr(model.get_submodule(parent), own_name, collective)

@@ -3,7 +3,17 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from inflight.contracts.features import Features
+from inflight.contracts.features import (
+    ADAPTERS,
+    CACHE_DTYPE,
+    DRAFT_MODEL,
+    GPU,
+    OTHER_EXECUTORS,
+    PREFIX_STORE,
+    QUANTIZATION,
+    RANKS,
+    Features,
+)
 from inflight.contracts.options import check_choice, check_integer, check_switch, is_text, strict_options
 from inflight.contracts.params import MAX_SEED
 
@@ -207,9 +217,22 @@ class EngineConfig:
         for name in switches:
             check_switch(name, getattr(self, name))
 
+    def asked_features(self) -> dict[str, bool]:
+        """Which features the options ask for."""
+        return {
+            ADAPTERS: self.adapters is not None,
+            DRAFT_MODEL: self.draft_model is not None,
+            PREFIX_STORE: self.prefix_cache_dir is not None,
+            RANKS: self.tensor_parallel_size > 1,
+            QUANTIZATION: self.quantization is not None,
+            CACHE_DTYPE: self.kv_cache_dtype != "auto",
+            OTHER_EXECUTORS: self.executor in ("rows", "sequential"),
+            GPU: self.device not in ("auto", "cpu"),
+        }
+
     def _check_ranks(self) -> None:
         check_integer("tensor_parallel_size", self.tensor_parallel_size, 1, MAX_RANKS)
-        Features(num_ranks=self.tensor_parallel_size).require_options(self)
+        Features(num_ranks=self.tensor_parallel_size).require_all(self.asked_features())
 
     def _check_adapters(self) -> None:
         if self.adapters is None:

@@ -4,7 +4,7 @@ and the table in the documents is made of it.
 A refusal stands here only while it has a reason; the row goes when the reason does.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -12,7 +12,6 @@ from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.errors import ModelError
 
 if TYPE_CHECKING:
-    from inflight.contracts.config import EngineConfig
     from inflight.contracts.model_info import ModelInfo
 
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
@@ -67,25 +66,11 @@ class Features:
         if (reason := self.why_not(feature)) is not None:
             raise ModelError(reason)
 
-    def require_options(self, config: "EngineConfig") -> None:
-        """Raise `ModelError` unless there is everything that options ask for."""
-        for feature, is_asked in asked_by(config).items():
+    def require_all(self, features: Mapping[str, bool]) -> None:
+        """Raise `ModelError` unless there is every feature that is asked for."""
+        for feature, is_asked in features.items():
             if is_asked:
                 self.require(feature)
-
-
-def asked_by(config: "EngineConfig") -> dict[str, bool]:
-    """Which features options ask for, by name."""
-    return {
-        ADAPTERS: config.adapters is not None,
-        DRAFT_MODEL: config.draft_model is not None,
-        PREFIX_STORE: config.prefix_cache_dir is not None,
-        RANKS: config.tensor_parallel_size > 1,
-        QUANTIZATION: config.quantization is not None,
-        CACHE_DTYPE: config.kv_cache_dtype != "auto",
-        OTHER_EXECUTORS: config.executor in ("rows", "sequential"),
-        GPU: config.device not in ("auto", "cpu"),
-    }
 
 
 class Refusal(NamedTuple):

@@ -57,7 +57,7 @@ def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **o
         ModelError: it cannot be loaded, its head gives other numbers than the whole model, or `config` asks for what
             only models that generate have.
     """
-    Features(pools=True).require_options(config)
+    Features(pools=True).require_all(config.asked_features())
     check_modes(plan.modes)
     auto_class = AutoModelForSequenceClassification if plan.answers is None else AutoModelForCausalLM
     if plan.task == "embed":

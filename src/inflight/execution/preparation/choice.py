@@ -253,7 +253,7 @@ class _Search:
         if not own:
             raise ModelError("; ".join(reasons.values()))
         try:
-            Features(executor=own[0]).require_options(self._config)
+            Features(executor=own[0]).require_all(self._config.asked_features())
             alone = plain()
         except ModelError as error:
             raise ModelError("; ".join([*reasons.values(), str(error)])) from error

@@ -53,33 +53,36 @@ def pooling_plan(
         return None
     if not isinstance(source, str | os.PathLike):
         return _plan_of(type(source).__name__, source.config, None, config, tokenizer)
-    model_config = read_config(source, config)
-    names = getattr(model_config, "architectures", None) or [""]
     if (gguf := find_gguf(source, config.revision)) is not None:
-        return _plan_of_gguf(GgufHeader.read(gguf), names[0], model_config, config, tokenizer)
+        header = GgufHeader.read(gguf)
+        mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type", 0))
+        if config.task == "auto" and mode is None:  # said first, because reading its configuration takes long
+            return None
+        return _plan_of_gguf(mode, read_config(source, config), config, tokenizer)
+    model_config = read_config(source, config)
     files = _Files(os.fspath(source), config.revision)
     modules = files.read("modules.json")
-    return _plan_of(names[0], model_config, None if modules is None else (files, modules), config, tokenizer)
+    return _plan_of(
+        _architecture(model_config), model_config, None if modules is None else (files, modules), config, tokenizer
+    )
 
 
 def _plan_of_gguf(
-    header: GgufHeader,
-    architecture: str,
-    model_config: PreTrainedConfig,
-    config: EngineConfig,
-    tokenizer: Tokenizer | None,
+    mode: str | None, model_config: PreTrainedConfig, config: EngineConfig, tokenizer: Tokenizer | None
 ) -> PoolingPlan | None:
-    """How the model of a GGUF file pools: as its `pooling_type` says, with vectors of length 1, as llama.cpp does."""
-    mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type", 0))
-    if config.task == "auto" and mode is None:
-        return None
+    """How the model of a GGUF file pools: by the `mode` that it names, with vectors of length 1, as in llama.cpp."""
     if config.task == "classify":
         raise ModelError("task is 'classify'; a GGUF file has no head for that")
     wanted = replace(config, task="embed") if config.task == "auto" else config
-    plan = _plan_of(architecture, model_config, None, wanted, tokenizer)
+    plan = _plan_of(_architecture(model_config), model_config, None, wanted, tokenizer)
     if plan is None or plan.task != "embed":
         return plan
     return replace(plan, modes=(mode or "mean",), layers=(NORMALIZE,))
+
+
+def _architecture(model_config: PreTrainedConfig) -> str:
+    names = getattr(model_config, "architectures", None) or [""]
+    return str(names[0])
 
 
 class _Files:

@@ -451,6 +451,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 output: SequenceOutput | None = None
                 try:
                     output = (await delivery.mailbox.read())[0]
+                    delivery.begin()
                 finally:
                     if output is None:
                         session.send(Abort(address))

@@ -91,7 +91,7 @@ def test_show_tells_how_long_its_steps_take(command: Command, monkeypatch: pytes
         observe(capture, record)
         durations.append(record.duration)
 
-    monkeypatch.setattr(StepCapture, "see", watch)
+    monkeypatch.setattr(StepCapture, "observe", watch)
     monkeypatch.setattr(import_module("inflight.cli.show"), "say_if_long", told.append)
     for options, num_steps in (((), 5), (("--step", "1-2"), 3)):
         assert command("show", *options).returncode == 0

@@ -309,7 +309,7 @@ def test_longrope_outside_phi3_is_said_to_be_the_forward_pass() -> None:
     rope = zoo.build("phi3_longrope").config.rope_parameters
     model = tiny_model("llama", rope_parameters=rope)
     llm = LLM(model, **others.options())
-    assert any("computed anew, as in one forward pass (LongRoPE)" in note for note in llm.model_info.notes)
+    assert any("recomputed, as in one forward pass (LongRoPE)" in note for note in llm.model_info.notes)
     outgrown = 0
     for prompt, output in zip(prompts(), generate(llm), strict=True):
         outgrown += len(prompt) < rope["original_max_position_embeddings"] < len(prompt) + len(output)

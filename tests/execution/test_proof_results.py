@@ -48,7 +48,7 @@ def proxies(monkeypatch: pytest.MonkeyPatch, all_are_large: None) -> list[PreTra
         made.append(model)
         return make(model)
 
-    monkeypatch.setattr(choice, "make_twin", counted)
+    monkeypatch.setattr(choice, "make_proxy", counted)
     return made
 
 
@@ -81,7 +81,7 @@ def test_a_large_model_gives_its_plain_tokens(name: str, all_are_large: None) ->
 
 
 @pytest.mark.parametrize("name", ["llama", "bloom", "qwen3_next"])
-def test_the_verdict_of_a_twin_is_cached(name: str, proxies: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_proof_on_a_proxy_is_cached(name: str, proxies: list[PreTrainedModel], tmp_path: Path) -> None:
     model, folder = BUILD[name](name), tmp_path / "made" / "when needed"
     first = choose(model, ResultCache(folder, ProofResult))
     assert len(proxies) == 1
@@ -92,7 +92,7 @@ def test_the_verdict_of_a_twin_is_cached(name: str, proxies: list[PreTrainedMode
     assert len(list(folder.iterdir())) == len(list(folder.parent.iterdir())) == 1, "nothing half written is left"
 
 
-def test_a_wrong_verdict_is_dropped(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_wrong_proof_result_is_dropped(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
     """A cached proof result wrongly says that BLOOM runs packed. The model itself fails, so the other ways are proved
     again."""
     model, proof_results = BUILD["bloom"]("bloom"), ResultCache(tmp_path, ProofResult)
@@ -105,7 +105,7 @@ def test_a_wrong_verdict_is_dropped(proxies: list[PreTrainedModel], tmp_path: Pa
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_model_that_differs_from_its_twin_is_proved_again(
+def test_a_model_that_differs_from_its_proxy_is_proved_again(
     dtype: str, proxies: list[PreTrainedModel], tmp_path: Path
 ) -> None:
     """From the third layer on, layers look one row back; a proxy with two layers does not show this."""
@@ -269,18 +269,18 @@ def test_a_verdict_survives_a_round_trip(tmp_path: Path) -> None:
     assert ResultCache(tmp_path, ProofResult).find("key") == said
 
 
-def test_a_verdict_is_proved_again_where_that_is_asked_for(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
+def test_a_proof_is_made_again_where_that_is_asked_for(proxies: list[PreTrainedModel], tmp_path: Path) -> None:
     for number, verify in enumerate((True, False, True, False)):
         found = choose(zoo.build("llama"), ResultCache(tmp_path, ProofResult), verify=verify)
         assert found.proved_on == PROXY + EARLIER * (not verify)
         assert len(proxies) == 1 + number // 2
 
 
-def test_the_model_itself_is_proved_if_it_has_no_twin(all_are_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_model_itself_is_proved_if_it_has_no_proxy(all_are_large: None, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(model: PreTrainedModel) -> None:
         raise ModelError("there is none")
 
-    monkeypatch.setattr(choice, "make_twin", fail)
+    monkeypatch.setattr(choice, "make_proxy", fail)
     for name in ("llama", "bloom"):
         assert choose(BUILD[name](name)).proved_on == ITSELF
     assert choose(zoo.draw("llama", zoo.FACTORS["llama"], seed=0).to(torch.bfloat16)).proved_on == ITSELF

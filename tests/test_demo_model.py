@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
-from inflight.server.answers.call_format import HERMES, format_of_template
+from inflight.server.chat_format.call_format import HERMES, format_of_template
 from tests import zoo
 from tools.story_cast import SLOTS
 from tools.story_grammar import draw_request, generate_chat, generate_story, parses, split_sentences

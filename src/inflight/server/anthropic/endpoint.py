@@ -12,11 +12,11 @@ from starlette.responses import Response
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
 from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
+from inflight.server.chat_format.answer_form import AnswerForm
+from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
 from inflight.server.openai.usage import size_of_answer
-from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream

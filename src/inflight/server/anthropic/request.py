@@ -12,11 +12,11 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.chat_format.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
+from inflight.server.chat_format.in_templates import with_names
+from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, check_variables, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS, SharedSamplingFields
-from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
-from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
-from inflight.server.tools.in_templates import with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type

@@ -12,13 +12,13 @@ from starlette.responses import Response
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.answers.message import delta_of, finish_reason_of, message_of
-from inflight.server.answers.pieces import Piece, Thought
+from inflight.server.chat_format.answer_form import AnswerForm
+from inflight.server.chat_format.message import delta_of, finish_reason_of, message_of
+from inflight.server.chat_format.pieces import Piece, Thought
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter
 from inflight.server.openai.usage import size_of_answer, usage_of
-from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, service_of
 from inflight.server.serving.streaming import stream

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, CallBlock, TextBlock, ThoughtBlock
+from inflight.server.chat_format.answer_form import AnswerForm
+from inflight.server.chat_format.blocks import Block, CallBlock, TextBlock, ThoughtBlock
+from inflight.server.chat_format.in_templates import call_for_template
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
 from inflight.server.responses.scored_blocks import ScoredBlocks
-from inflight.server.serving.answer_form import AnswerForm
 from inflight.server.serving.generation import Generation
-from inflight.server.tools.in_templates import call_for_template
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer

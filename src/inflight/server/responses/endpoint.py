@@ -14,7 +14,8 @@ from starlette.responses import JSONResponse, Response
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
-from inflight.server.answers.blocks import Blocks
+from inflight.server.chat_format.blocks import Blocks
+from inflight.server.chat_format.in_templates import with_calls_joined, with_names
 from inflight.server.openai.chat_request import check_variables
 from inflight.server.openai.usage import size_of_answer
 from inflight.server.responses.answer import PreparedResponse, finished, message_of, read_whole
@@ -25,7 +26,6 @@ from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.generation import Generation, generate
 from inflight.server.serving.service import Service, WrittenChat, service_of
 from inflight.server.serving.streaming import stream
-from inflight.server.tools.in_templates import with_calls_joined, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.client import attended
 from inflight.server.wire.json_route import JsonRoute, to_json

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Block, CallBlock, Growth, TextBlock, ThoughtBlock
 from inflight.server.responses.answer import (
     PreparedResponse,
     failed,

@@ -14,11 +14,7 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
-from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields, named_in
-from inflight.server.serving.settings import ServerSettings
-from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
-from inflight.server.tools.fields import (
+from inflight.server.chat_format.fields import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
     AllowedTools,
@@ -29,7 +25,11 @@ from inflight.server.tools.fields import (
     Tool,
     ToolFields,
 )
-from inflight.server.tools.in_templates import call_for_template
+from inflight.server.chat_format.in_templates import call_for_template
+from inflight.server.chat_format.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
+from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields, named_in
+from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type

@@ -5,8 +5,8 @@ Decides which text a token belongs to: the one that grows when, at the latest, t
 
 from typing import Any
 
-from inflight.server.answers.blocks import Blocks, Growth, TextBlock
-from inflight.server.answers.template_reader import TemplateReader
+from inflight.server.chat_format.blocks import Blocks, Growth, TextBlock
+from inflight.server.chat_format.template_reader import TemplateReader
 
 
 class ScoredBlocks(Blocks):

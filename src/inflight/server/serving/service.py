@@ -15,14 +15,14 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.inputs import Prompt, read_prompt, written_chat
-from inflight.server.answers.answer_template import answer_template_of, chat_template_of
-from inflight.server.serving.answer_form import AnswerForm, answer_form
-from inflight.server.serving.histories import forms_of
+from inflight.server.chat_format.answer_form import AnswerForm, answer_form
+from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
+from inflight.server.chat_format.fields import ToolFields
+from inflight.server.chat_format.histories import forms_of
+from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, Thinking
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
-from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
-from inflight.server.tools.fields import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer

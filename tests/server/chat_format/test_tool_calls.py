@@ -15,8 +15,7 @@ from openai.types.chat import ChatCompletion
 from inflight import AsyncLLM
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.serving.settings import ServerSettings
-from tests.server.serving import HELLO, TEMPLATE, RunningServer
-from tests.server.tools.scripted import (
+from tests.server.chat_format.scripted import (
     CALL,
     CALLS_IN_A_TEXT,
     HERMES_TEMPLATE,
@@ -32,6 +31,7 @@ from tests.server.tools.scripted import (
     say,
     tool,
 )
+from tests.server.serving import HELLO, TEMPLATE, RunningServer
 
 
 @pytest.fixture

@@ -10,15 +10,15 @@ import pytest
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
-from inflight.server.answers.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
-from inflight.server.serving.answer_form import AnswerForm, answer_form
-from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.grammar import calls_grammar, schema_of
+from inflight.server.chat_format.answer_form import AnswerForm, answer_form
+from inflight.server.chat_format.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
+from inflight.server.chat_format.fields import ToolFields
+from inflight.server.chat_format.grammar import calls_grammar, schema_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
-from tests.server.answers.test_json_calls import put_together, reader_of
+from tests.server.chat_format.test_json_calls import put_together, reader_of
 
 WEATHER = {
     "type": "object",

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.tools.rules import ANNOTATIONS, json_rule, target
+from inflight.server.chat_format.rules import ANNOTATIONS, json_rule, target
 
 _ENFORCED = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "minLength"),

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response, ResponseFunctionToolCall, ResponseOutputMessage
 
-from tests.server.serving import RunningServer
-from tests.server.tools.scripted import (
+from tests.server.chat_format.scripted import (
     CALL,
     CALLS_IN_A_TEXT,
     MODELS,
@@ -19,6 +18,7 @@ from tests.server.tools.scripted import (
     say,
     tool,
 )
+from tests.server.serving import RunningServer
 
 RESPONSES = "/v1/responses"
 ASK = "Is it warm?"

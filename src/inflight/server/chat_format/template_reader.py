@@ -17,9 +17,16 @@ from typing import Any
 
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.answers.call_text import BEHIND_OBJECTS, FIRST_OBJECT, NEXT_OBJECT, Calls, CallText, ObjectScanner
-from inflight.server.answers.pieces import CallDelta, Piece, Thought
-from inflight.server.answers.search_budget import SearchBudget
+from inflight.server.chat_format.call_text import (
+    BEHIND_OBJECTS,
+    FIRST_OBJECT,
+    NEXT_OBJECT,
+    Calls,
+    CallText,
+    ObjectScanner,
+)
+from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
+from inflight.server.chat_format.search_budget import SearchBudget
 
 MOST_TRIED = 64
 """Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""

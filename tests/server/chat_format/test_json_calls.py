@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.answers.answer_template import PLAIN_TEXT, AnswerTemplate
-from inflight.server.answers.call_format import (
+from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate
+from inflight.server.chat_format.call_format import (
     HERMES,
     LLAMA3,
     MISTRAL,
@@ -20,10 +20,10 @@ from inflight.server.answers.call_format import (
     head_of,
     new_call_id,
 )
-from inflight.server.answers.families import THINKING
-from inflight.server.answers.pieces import CallDelta, Piece, Thought
-from inflight.server.answers.template_reader import TemplateReader
-from tests.server.tools.scripted import cut
+from inflight.server.chat_format.families import THINKING
+from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
+from inflight.server.chat_format.template_reader import TemplateReader
+from tests.server.chat_format.scripted import cut
 
 NAMES = ("weather", "send_mail")
 

@@ -12,14 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from inflight.demo_model import DEMO_MODEL
-from inflight.server.serving.answer_form import AnswerForm, answer_form
-from inflight.server.tools.fields import ToolFields
+from inflight.server.chat_format.answer_form import AnswerForm, answer_form
+from inflight.server.chat_format.fields import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler
-from tests.server.answers.test_template_reader import parts_of
-from tests.server.tools.scripted import cut
+from tests.server.chat_format.scripted import cut
+from tests.server.chat_format.test_template_reader import parts_of
 
 SCHEMA = {
     "type": "object",

@@ -7,9 +7,9 @@ nor answers.
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
-from inflight.server.answers.call_format import CallFormat
-from inflight.server.tools.fields import Tool, ToolFields
-from inflight.server.tools.grammar import Schema, any_object, calls_grammar, schema_of
+from inflight.server.chat_format.call_format import CallFormat
+from inflight.server.chat_format.fields import Tool, ToolFields
+from inflight.server.chat_format.grammar import Schema, any_object, calls_grammar, schema_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 

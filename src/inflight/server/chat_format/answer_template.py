@@ -14,12 +14,12 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.answers.call_format import CallFormat, head_of, new_call_id
-from inflight.server.answers.call_text import CallText
-from inflight.server.answers.families import NO_ANCHOR, Family, ResponseTemplate, family_of
-from inflight.server.answers.pieces import Thought
-from inflight.server.answers.search_budget import SearchBudget
-from inflight.server.answers.template_reader import TemplateReader
+from inflight.server.chat_format.call_format import CallFormat, head_of, new_call_id
+from inflight.server.chat_format.call_text import CallText
+from inflight.server.chat_format.families import NO_ANCHOR, Family, ResponseTemplate, family_of
+from inflight.server.chat_format.pieces import Thought
+from inflight.server.chat_format.search_budget import SearchBudget
+from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 

@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
-from inflight.server.answers import families
-from inflight.server.answers.answer_template import AnswerTemplate, answer_template_of
-from inflight.server.answers.families import Family, family_of
-from inflight.server.answers.pieces import CallDelta, Piece, Thought
+from inflight.server.chat_format import families
+from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of
+from inflight.server.chat_format.families import Family, family_of
+from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.text.tokenizers_for_tests import byte_level

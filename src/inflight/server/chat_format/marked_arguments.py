@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.answers.call_format import MarkedArguments
-from inflight.server.tools.rules import ANNOTATIONS, json_rule, resolved
+from inflight.server.chat_format.call_format import MarkedArguments
+from inflight.server.chat_format.rules import ANNOTATIONS, json_rule, resolved
 
 NOT_IN_TEXTS = ("pattern", "format")
 _OF_ROOTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.server.chat_format.scripted import HERMES_TEMPLATE, say, scripted_server
 from tests.server.serving import RunningServer
-from tests.server.tools.scripted import HERMES_TEMPLATE, say, scripted_server
 
 
 @pytest.fixture(scope="package")

@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 
 from inflight.contracts.structured_output import StructuredOutput, Thoughts
-from inflight.server.answers.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
-from inflight.server.answers.call_format import CALL_FORMATS, PLAIN, format_of_template
-from inflight.server.answers.template_reader import TemplateReader
-from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
-from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.tool_use import check_free_choice, form_of_calls
+from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
+from inflight.server.chat_format.call_format import CALL_FORMATS, PLAIN, format_of_template
+from inflight.server.chat_format.fields import ToolFields
+from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, Thinking
+from inflight.server.chat_format.tool_use import check_free_choice, form_of_calls
 from inflight.text.tokenizer import Tokenizer
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.answers import call_format
-from inflight.server.answers.call_format import CallFormat
+from inflight.server.chat_format import call_format
+from inflight.server.chat_format.call_format import CallFormat
 
 ResponseTemplate: TypeAlias = Mapping[str, Any]
 """See `transformers.utils.chat_parsing`."""

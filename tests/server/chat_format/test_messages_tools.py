@@ -9,8 +9,7 @@ from anthropic.types import Message, ToolUseBlock
 
 from inflight.server.anthropic.request import CountRequest
 from inflight.server.wire.api_errors import ApiError
-from tests.server.serving import HELLO, RunningServer
-from tests.server.tools.scripted import (
+from tests.server.chat_format.scripted import (
     CALL,
     CALLS_IN_A_TEXT,
     MODELS,
@@ -22,6 +21,7 @@ from tests.server.tools.scripted import (
     say,
     tool,
 )
+from tests.server.serving import HELLO, RunningServer
 
 MESSAGES = "/v1/messages"
 

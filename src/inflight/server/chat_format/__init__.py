@@ -1,0 +1,1 @@
+"""How a model family writes a chat: its template, its reasoning, content and tool calls, and the grammar of calls."""

@@ -11,9 +11,9 @@ from inflight.contracts.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
-from inflight.server.chat_format.call_format import HERMES, LLAMA3, MISTRAL, PLAIN, CallFormat, format_of_template
-from inflight.server.chat_format.fields import ToolFields
-from inflight.server.chat_format.grammar import calls_grammar, schema_of
+from inflight.server.chat_format.call_grammar import calls_grammar, schema_of
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
+from inflight.server.chat_format.tools import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
@@ -28,6 +28,7 @@ WEATHER = {
 }
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
 SCHEMAS = {"weather": WEATHER, 'odd "name" ::= é': NOTHING}
+HERMES, LLAMA3, MISTRAL = CALL_FORMATS.values()
 FORMATS = [HERMES, LLAMA3, MISTRAL, PLAIN]
 
 
@@ -142,7 +143,7 @@ def test_text_is_unconstrained_up_to_a_call(
 def test_a_marker_can_be_written_as_a_single_token(special: bool, template: str, choice: str) -> None:
     tokenizer = with_markers(special)
     asked = ToolFields(tools=[tool("weather", WEATHER, strict=True)], tool_choice=choice)  # type: ignore[list-item,arg-type]
-    call_format = format_of_template(template)
+    call_format = call_format_of(template)
     assert call_format is not None
     use = answer_form(asked, None, tokenizer, "", template)
     assert use is not None

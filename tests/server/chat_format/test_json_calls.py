@@ -9,22 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate
-from inflight.server.chat_format.call_format import (
-    HERMES,
-    LLAMA3,
-    MISTRAL,
-    PLAIN,
-    CallFormat,
-    format_of_template,
-    head_of,
-    new_call_id,
-)
-from inflight.server.chat_format.families import THINKING
-from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
-from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format import families
+from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, new_call_id
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, THINKING, CallFormat, call_format_of, head_of
+from inflight.server.chat_format.template_reader import CallDelta, Piece, TemplateReader, Thought
 from tests.server.chat_format.scripted import cut
 
+HERMES, LLAMA3, MISTRAL = CALL_FORMATS.values()
 NAMES = ("weather", "send_mail")
 
 
@@ -330,13 +321,13 @@ def test_call_ids_fit_the_template_of_the_family() -> None:
     [
         ("{{ messages }}", None),
         ('<tool_call>\n{"name": <function-name>, "arguments": <args-json-object>}\n</tool_call>', HERMES),
-        ("<tool_call>\n<function=name>", None),
-        ("<tool_call>{name}\n<arg_key>", None),
+        ("<tool_call>\n<function=name>", families.QWEN_XML.calls),
+        ("<tool_call>{name}\n<arg_key>", families.GLM.calls),
         ('{"name": function name, "parameters": dictionary} {{ "<|eot_id|>" }}', LLAMA3),
         ('{{ "<|python_tag|>" }}', LLAMA3),
         ('{{ "[TOOL_CALLS] [" }}', MISTRAL),
-        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', None),
+        ('{{ "[TOOL_CALLS]" + name + "[ARGS]" }}', families.MISTRAL.calls),
     ],
 )
 def test_the_family_is_recognised_from_the_template(template: str, expected: CallFormat | None) -> None:
-    assert format_of_template(template) is expected
+    assert call_format_of(template) is expected

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
-from inflight.server.chat_format.fields import ToolFields
+from inflight.server.chat_format.tools import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer

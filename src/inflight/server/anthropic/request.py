@@ -12,9 +12,16 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.chat_format.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
-from inflight.server.chat_format.in_templates import with_names
-from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
+from inflight.server.chat_format.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolFields,
+    with_names,
+)
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, check_variables, text_of
 from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS, SharedSamplingFields
 from inflight.server.wire.api_errors import ApiError
@@ -89,7 +96,7 @@ BLOCKS_OF = {
 """The blocks that messages of each role may contain."""
 
 
-NO_SECRETS = leaving_out("content", lambda kind: kind == "redacted_thinking")
+NO_SECRETS = leaving_out("content", only=["redacted_thinking"])
 """What another model has thought in an earlier turn, in a form that only its provider can read."""
 
 
@@ -169,7 +176,7 @@ class MessagesTool(StrictModel):
         return Tool(type="function", function=function)
 
 
-NO_OTHER_TOOLS = leaving_out("tools", lambda kind: kind != "custom", absent="custom")
+NO_OTHER_TOOLS = leaving_out("tools", "custom", absent="custom")
 """Tools that Anthropic's servers run, or define, are left out: the model does not learn of them, so it calls none."""
 
 AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]

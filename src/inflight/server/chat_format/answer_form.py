@@ -10,12 +10,15 @@ from functools import partial
 from typing import Any
 
 from inflight.contracts.structured_output import StructuredOutput, Thoughts
+from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.marks import opaque_tokens
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
-from inflight.server.chat_format.call_format import CALL_FORMATS, PLAIN, format_of_template
-from inflight.server.chat_format.fields import ToolFields
+from inflight.server.chat_format.call_grammar import Schema, calls_grammar, schema_of
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
 from inflight.server.chat_format.template_reader import TemplateReader
-from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, Thinking
-from inflight.server.chat_format.tool_use import check_free_choice, form_of_calls
+from inflight.server.chat_format.tools import Tool, ToolFields
+from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -77,13 +80,15 @@ def answer_form(
             reading.thoughts_first(prompt),
         )
     reads_calls = parser_name is None and reading.has_calls
-    call_format = format_of_template(written) if parser_name is None else CALL_FORMATS[parser_name]
+    call_format = call_format_of(written) if parser_name is None else CALL_FORMATS[parser_name]
     content_begin = ""
     if reads_calls:
         call_format, content_begin = reading.call_format or call_format, reading.content_begin
+    elif call_format is not None and call_format.head:
+        call_format = None  # the checkpoint's own response template has no calls, so only objects could be read
     if not fields.is_call_required:
-        check_free_choice(written, is_known=reads_calls or call_format is not None)
-    form = form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
+        _check_free_choice(written, is_known=reads_calls or call_format is not None)
+    form = _form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
     is_streamed = form is not None and (call_format is None or not call_format.head)
     if is_streamed or not reads_calls:
         reading = reading.with_calls(call_format or PLAIN)
@@ -114,3 +119,78 @@ def _after_thoughts(
     if form is not None:
         return replace(form, thoughts=thoughts)
     return None if thoughts is None else StructuredOutput(thoughts=thoughts)
+
+
+def _check_free_choice(chat_template: str, *, is_known: bool) -> None:
+    """Raise `ApiError` if the model cannot choose whether to call: it must know the tools, and we its notation.
+
+    Args:
+        is_known: whether it is known how the model writes calls.
+    """
+    if "tools" not in chat_template:
+        why = "this model's chat template does not tell the model about tools"
+    elif not is_known:
+        why = "it is not known how this model writes calls (an operator can set it with --tool-call-parser)"
+    else:
+        return
+    message = f"tools are given, but {why}; tool_choice can be 'none', 'required' or a function's name only"
+    raise ApiError(400, message, param="tools", code="unsupported_field")
+
+
+def _form_of_calls(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    call_format: CallFormat,
+    tokenizer: Tokenizer,
+    content_begin: str = "",
+) -> StructuredOutput | None:
+    """Return the form that the text must have; None for free text in which calls are recognised (no strict tools).
+
+    Args:
+        content: the form that the request wants for text that is not a call.
+        content_begin: the mark before such text.
+
+    Raises:
+        ApiError: a schema is invalid, or the forms cannot be combined.
+        InvalidRequestError: the schema of `content` is invalid.
+    """
+    tools = fields.callable_tools
+    if not fields.is_call_required and content is None and not any(tool.function.strict for tool in tools):
+        return None
+    content_schema = None
+    if content is not None and not fields.is_call_required:  # otherwise there is no content
+        content_schema = _schema_of_content(content)
+    tokens = opaque_tokens(tokenizer)
+    schemas = {tool.function.name: _schema(tool, fields.is_call_required) for tool in tools}
+    try:
+        return calls_grammar(
+            call_format,
+            schemas,
+            tokens,
+            is_required=fields.is_call_required,
+            is_parallel=fields.may_call_several,
+            content_schema=content_schema,
+            content_begin=content_begin,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"tools: {error}", param="tools") from error
+
+
+def _schema(tool: Tool, is_call_required: bool) -> Schema:
+    """Return the schema of a tool's arguments: its own, or any object's, as `strict` decides."""
+    function = tool.function
+    is_strict = is_call_required if function.strict is None else function.strict
+    try:
+        return schema_of(function.parameters if is_strict else {})
+    except (ValueError, RecursionError) as error:
+        hint = "" if function.strict else "; with 'strict': false any object is accepted"
+        raise ApiError(400, f"the tool {function.name!r}: {error}{hint}", param="tools") from error
+
+
+def _schema_of_content(content: StructuredOutput) -> Schema:
+    if content.json_object:
+        return schema_of({})
+    if content.json_schema is None:
+        message = f"{content.kind} is given, and tools may be called; besides calls there can only be text or JSON"
+        raise ApiError(400, message, param="tools")
+    return checked_schema(content.json_schema, is_exact=content.exact_schema)

@@ -3,7 +3,10 @@
 Decides where that is known from: the response template that a tokenizer brings, else the family of its chat template.
 """
 
+import json
 import logging
+import secrets
+import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
@@ -14,12 +17,9 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
-from inflight.server.chat_format.call_format import CallFormat, head_of, new_call_id
-from inflight.server.chat_format.call_text import CallText
-from inflight.server.chat_format.families import NO_ANCHOR, Family, ResponseTemplate, family_of
-from inflight.server.chat_format.pieces import Thought
-from inflight.server.chat_format.search_budget import SearchBudget
-from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format.call_text import CallText, SearchBudget
+from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of
+from inflight.server.chat_format.template_reader import TemplateReader, Thought
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")
 """The names of a field of thoughts; the first is the one that chat templates read."""
 CALLS = "tool_calls"
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 MOST_BEGUN = 2**14
 """Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
 
@@ -52,7 +53,7 @@ class AnswerTemplate:
     ) -> None:
         self._template = dict(template)
         self._family = family
-        self.call_format = call_format or (family.call_format if family else None)
+        self.call_format = call_format or (family.calls if family else None)
         self._exact = hf.load_response_template(self._template)
         if self.has_calls:
             CallText(self._exact.fields[CALLS], (), (), SearchBudget())  # its patterns are checked
@@ -82,17 +83,10 @@ class AnswerTemplate:
 
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
         """The special tokens among the marks of thoughts, content and calls."""
-        if tokenizer not in self._special_token_ids:
-            self._special_token_ids[tokenizer] = self._found_special_token_ids(tokenizer)
-        return self._special_token_ids[tokenizer]
-
-    def _found_special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        patterns = [
-            (name, pattern)
-            for name, field in self._exact.fields.items()
-            if field.open_re is not None
-            for pattern in filter(None, (field.open_re, field.close_re))
-        ]
+        if (known := self._special_token_ids.get(tokenizer)) is not None:
+            return known
+        marked = [(name, field) for name, field in self._exact.fields.items() if field.open_re is not None]
+        patterns = [(name, mark) for name, field in marked for mark in (field.open_re, field.close_re) if mark]
         budget = SearchBudget()
 
         def may_begin(name: str, pattern: Any, text: str) -> bool:
@@ -100,11 +94,12 @@ class AnswerTemplate:
             match = budget.search(name, pattern.search, text, partial=True)
             return match is not None and match.end() - match.start() == len(text)
 
-        return frozenset(
+        found = self._special_token_ids[tokenizer] = frozenset(
             token_id
             for token_id, token in tokenizer.inner.added_tokens_decoder.items()
             if token.special and any(may_begin(*pattern, token.content) for pattern in patterns)
         )
+        return found
 
     def reader(
         self,
@@ -203,6 +198,13 @@ class AnswerTemplate:
         return ""
 
 
+def new_call_id(length: int | None) -> str:
+    """Return a call's id of this many letters and digits; None: in OpenAI's form."""
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(length))
+
+
 PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
 """An answer without thoughts and calls."""
 
@@ -215,7 +217,7 @@ def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTempla
     """
     own = getattr(tokenizer.inner, "response_template", None)
     if own is not None and chat_template == chat_template_of(tokenizer):
-        return _own_template(_Held(own), chat_template)
+        return _own_template(json.dumps(own, default=str), chat_template)
     return _template_of_family(chat_template)
 
 
@@ -227,23 +229,10 @@ def chat_template_of(tokenizer: Tokenizer) -> str:
     return str(template)
 
 
-class _Held:
-    """A template as the key of a cache, by identity."""
-
-    def __init__(self, template: Any) -> None:
-        self.template = template
-
-    def __hash__(self) -> int:
-        return id(self.template)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Held) and other.template is self.template
-
-
 @lru_cache(maxsize=8)
-def _own_template(held: _Held, chat_template: str) -> AnswerTemplate | None:
+def _own_template(written: str, chat_template: str) -> AnswerTemplate | None:
     try:
-        return AnswerTemplate(held.template, family_of(chat_template))
+        return AnswerTemplate(json.loads(written), family_of(chat_template))
     except (ValueError, TypeError, AttributeError, KeyError, regex.error) as error:
         logger.warning("the tokenizer's response template cannot be used, so answers are not parsed: %s", error)
         return None
@@ -251,7 +240,7 @@ def _own_template(held: _Held, chat_template: str) -> AnswerTemplate | None:
 
 @lru_cache(maxsize=8)
 def _template_of_family(chat_template: str) -> AnswerTemplate | None:
-    if (family := family_of(chat_template)) is None:
+    if (family := family_of(chat_template)) is None or family.template is None:
         return None
     fields = family.template["fields"]
     if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:

@@ -7,8 +7,7 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.server.chat_format.pieces import Piece, Thought
-from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format.template_reader import Piece, TemplateReader, Thought
 from inflight.text.tokenizer import Tokenizer
 
 

@@ -9,10 +9,11 @@ call; it is never a shorter one.
 import json
 import logging
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from time import thread_time
 from typing import Any, TypeAlias
 
 import msgspec
@@ -22,14 +23,16 @@ from transformers.utils.chat_parsing import response_templates as hf
 from transformers.utils.chat_parsing.content_parsers import process_field
 
 from inflight.contracts.options import is_text
-from inflight.server.chat_format.search_budget import SearchBudget
 from inflight.server.wire.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
 
-FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
-NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
-BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
+MOST_SECONDS = 0.2
+"""Of an answer's slow searches together. (`regex` counts the processor time of all threads of the process.)"""
+
+FREE_SECONDS = 0.001
+"""So much of each search does not count: usual ones take microseconds, and a long answer needs many."""
+
 _TOLD_APART = re.compile(r'\\.?|["{}\[\]]', re.DOTALL)
 _SPACE = regex.compile(r"\s*+")
 _VALUE = regex.compile(r"\(\?P<value>((?:[^()\\]|\\.|\((?1)\))*)\)", regex.DOTALL)
@@ -41,6 +44,35 @@ _CAST = hf.load_response_template(
 
 Calls: TypeAlias = list[tuple[str, str]]
 """Names and arguments in JSON of complete calls."""
+
+
+class SearchBudget:
+    """The time that is left for the patterns of a checkpoint to read one answer.
+
+    Their time may grow exponentially with the text, and reading runs on the event loop: the bound is what one such
+    answer may cost all other requests. (`regex` releases the interpreter's lock meanwhile.)
+    """
+
+    def __init__(self) -> None:
+        self._left = MOST_SECONDS
+
+    def search(self, field: str, find: Callable[..., Any], *args: Any, **options: Any) -> Any:
+        """Return what a method of a compiled pattern returns; all matches of one that finds several.
+
+        Args:
+            field: where in the response template the pattern stands.
+
+        Raises ApiError when the time is over.
+        """
+        begin = thread_time()
+        try:
+            found = find(*args, **options, timeout=max(self._left, FREE_SECONDS))
+            return list(found) if isinstance(found, Iterator) else found
+        except TimeoutError as error:
+            message = f"a pattern of {field!r} in this model's response template takes too long to read this answer"
+            raise ApiError(500, message, code="slow_response_template") from error
+        finally:
+            self._left -= max(thread_time() - begin - FREE_SECONDS, 0)
 
 
 class ObjectScanner:

@@ -7,8 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from inflight.contracts.outputs import FinishReason
-from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
-from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format.template_reader import CallDelta, Piece, TemplateReader, Thought
 
 
 def message_of(pieces: Iterable[Piece]) -> dict[str, Any]:

@@ -13,23 +13,45 @@ the thought waits as long as it may be a call.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
+import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.chat_format.call_text import (
-    BEHIND_OBJECTS,
-    FIRST_OBJECT,
-    NEXT_OBJECT,
-    Calls,
-    CallText,
-    ObjectScanner,
-)
-from inflight.server.chat_format.pieces import CallDelta, Piece, Thought
-from inflight.server.chat_format.search_budget import SearchBudget
+from inflight.server.chat_format.call_text import Calls, CallText, ObjectScanner, SearchBudget
+
+FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
+NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
+BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
 
 MOST_TRIED = 64
 """Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Thought:
+    """Text that the model writes for itself, before or between what it answers."""
+
+    text: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CallDelta:
+    """A piece of a call. The first piece of each call has the id and the name.
+
+    Attributes:
+        index: the call's number within the text.
+        arguments: what to append to the arguments; the pieces together are JSON.
+    """
+
+    index: int
+    arguments: str = ""
+    call_id: str | None = None
+    name: str | None = None
+
+
+Piece: TypeAlias = str | Thought | CallDelta
+"""Content, a thought, or a piece of a call."""
 
 
 @dataclasses.dataclass(slots=True)

@@ -14,7 +14,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.chat_format.answer_form import AnswerForm
 from inflight.server.chat_format.message import delta_of, finish_reason_of, message_of
-from inflight.server.chat_format.pieces import Piece, Thought
+from inflight.server.chat_format.template_reader import Piece, Thought
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter

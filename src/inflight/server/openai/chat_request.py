@@ -9,9 +9,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from inflight.contracts.params import MAX_COUNT
-from inflight.server.chat_format.fields import ToolFields
-from inflight.server.chat_format.in_templates import call_for_template, with_names
-from inflight.server.chat_format.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
+from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
+from inflight.server.chat_format.tools import ToolFields, call_for_template, with_names
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError

@@ -8,7 +8,7 @@ from typing import Any
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.chat_format.answer_form import AnswerForm
 from inflight.server.chat_format.blocks import Block, CallBlock, TextBlock, ThoughtBlock
-from inflight.server.chat_format.in_templates import call_for_template
+from inflight.server.chat_format.tools import call_for_template
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
 from inflight.server.responses.scored_blocks import ScoredBlocks

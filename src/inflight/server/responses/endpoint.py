@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput
 from inflight.server.chat_format.blocks import Blocks
-from inflight.server.chat_format.in_templates import with_calls_joined, with_names
+from inflight.server.chat_format.tools import with_calls_joined, with_names
 from inflight.server.openai.chat_request import check_variables
 from inflight.server.openai.usage import size_of_answer
 from inflight.server.responses.answer import PreparedResponse, finished, message_of, read_whole

@@ -14,7 +14,8 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check_integer
 from inflight.contracts.params import MAX_COUNT, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.chat_format.fields import (
+from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
+from inflight.server.chat_format.tools import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
     AllowedTools,
@@ -24,9 +25,8 @@ from inflight.server.chat_format.fields import (
     NamedTool,
     Tool,
     ToolFields,
+    call_for_template,
 )
-from inflight.server.chat_format.in_templates import call_for_template
-from inflight.server.chat_format.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
 from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
 from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields, named_in
 from inflight.server.serving.settings import ServerSettings
@@ -206,7 +206,7 @@ class NamespaceTool(StrictModel):
         return [each.model_copy(update={"namespace": self.name}) for each in self.tools]
 
 
-NO_OTHER_KINDS = leaving_out("tools", lambda kind: kind not in ("function", "namespace"))
+NO_OTHER_KINDS = leaving_out("tools", "function", "namespace")
 
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("#function")] | Annotated[NamespaceTool, Tag("#namespace")],

@@ -14,17 +14,14 @@ from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.inputs import Prompt, read_prompt, written_chat
+from inflight.inputs import Prompt, read_prompt
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
-from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
-from inflight.server.chat_format.fields import ToolFields
-from inflight.server.chat_format.histories import forms_of
-from inflight.server.chat_format.thinking import AS_THE_MODEL_WANTS, Thinking
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, write_chat
+from inflight.server.chat_format.tools import ToolFields
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
@@ -150,36 +147,9 @@ class Service:
     def written(
         self, chat: Mapping[str, Any], info: ModelInfo, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
     ) -> WrittenChat:
-        """Return a chat as text and as token ids; see `token_ids`.
-
-        A model that is not to think, and whose chat template cannot be told so, begins with an empty thought. What the
-        request itself tells the chat template counts more than `thinking`. A history that the template refuses is
-        written in the next of `forms_of` that it takes, and said to be.
-        """
-        refusal = None
-        for form, changed in forms_of(chat["messages"]):
-            try:
-                text = self._written_with({**chat, "messages": form}, self.llm.tokenizer, thinking)
-            except InvalidRequestError as error:
-                refusal = refusal or error
-                continue
-            for name in changed:
-                READING.get().ignore(name)
-            return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
-        raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
-
-    def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
-        if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
-            return written_chat(chat, tokenizer)
-        template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
-        own, variables = chat.get("chat_template_kwargs", {}), thinking.variables(template)
-        text = written_chat({**chat, "chat_template_kwargs": {**variables, **own}}, tokenizer)
-        known = answer_template_of(tokenizer, template)
-        if variables or thinking.is_wanted is not False or known is None or not known.has_thoughts:
-            return text
-        if (empty := known.empty_thought(text)) is None:
-            raise thinking.refusal()
-        return text + empty
+        """Return a chat as text (see `write_chat`) and as token ids (see `token_ids`)."""
+        text = write_chat(chat, self.llm.tokenizer, param, thinking)
+        return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
         most = self.tokenizer.most_characters(info.max_model_len)

@@ -11,17 +11,11 @@ from typing import Any, TypeAlias
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.chat_format.bare_arguments import BareArguments
-from inflight.server.chat_format.call_format import BareJson, CallFormat, MarkedArguments, head_of
-from inflight.server.chat_format.marked_arguments import marked_arguments
-from inflight.server.chat_format.rules import json_rule
+from inflight.server.chat_format.argument_grammar import BareArguments, json_rule, marked_arguments
+from inflight.server.chat_format.families import BareJson, CallFormat, MarkedArguments, head_of
 
 Schema: TypeAlias = Mapping[str, Any]
 """A schema that was checked and, as far as the check shows, can be enforced."""
-
-
-def any_object() -> Schema:
-    return checked_schema('{"type": "object"}')
 
 
 def schema_of(parameters: Mapping[str, Any] | None) -> Schema:

@@ -1,8 +1,10 @@
-"""The request fields about tools: which there are, and whether the model must call one, and which.
+"""Tools: the request fields about them, in OpenAI's form, and calls and results as chat templates expect them.
 
-Decides which combinations are invalid for any model. `tool_use` decides what the model at hand can do.
+Decides which combinations are invalid for any model. `answer_form` decides what the model at hand can do.
 """
 
+import json
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, Tag
@@ -12,7 +14,7 @@ from inflight.server.wire.strict_model import Many, StrictModel, by_type, leavin
 
 MAX_TOOLS = 256
 
-NO_OTHER_TOOLS = leaving_out("tools", lambda kind: kind != "function")
+NO_OTHER_TOOLS = leaving_out("tools", "function")
 """Tools that are not functions are left out: the model does not learn of them, so it calls none. (If `tool_choice`
 demands one, the request is refused.)"""
 
@@ -141,3 +143,42 @@ class ToolFields(StrictModel):
                 wanted = f"{self.tool_choice.function.name!r} must be called"
             known = f"only {', '.join(map(repr, names))}" if names else "no tools"
             raise ApiError(400, f"{wanted}, but tools has {known}", param="tool_choice")
+
+
+def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+    """Return a member of a message's `tool_calls`. Arguments that are not JSON stay the text that they are: a call that
+    was cut off comes back with its tool's complaint, and an agent could not go on if it were refused."""
+    try:
+        parsed = json.loads(arguments or "{}")
+        json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair is no text for a tokenizer
+    except (ValueError, RecursionError):
+        parsed = arguments
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": parsed}}
+
+
+def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat's messages; the assistant's consecutive calls, the text before them, and the thought before all
+    become one message."""
+    joined: list[dict[str, Any]] = []
+    for message in messages:
+        last = joined[-1] if joined and joined[-1]["role"] == message["role"] == "assistant" else None
+        if last is not None and "tool_calls" in message:
+            joined[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
+        elif last is not None and last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
+            thoughts = (last["reasoning_content"], message.get("reasoning_content"))
+            joined[-1] = {**message, "reasoning_content": "\n\n".join(filter(None, thoughts))}
+        else:
+            joined.append(dict(message))
+    return joined
+
+
+def with_names(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return a chat's messages; tool results get the name of the called tool, which some templates need."""
+    called: dict[str, str] = {}
+    named = []
+    for message in messages:
+        called |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = called.get(message.get("tool_call_id", ""))
+        is_named = message["role"] == "tool" and name is not None and "name" not in message
+        named.append({**message, "name": name} if is_named else dict(message))
+    return named

@@ -18,6 +18,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler, spelled, walk, write
+from tests.server.chat_format.pieces import read_all
 from tests.server.chat_format.test_json_calls import put_together, reader_of
 
 WEATHER = {
@@ -64,7 +65,7 @@ def grammar(call_format: CallFormat, **options: Any) -> StructuredOutput:
 
 def read(call_format: CallFormat, text: str) -> tuple[str, list[tuple[str, str]]]:
     parser = reader_of(call_format, tuple(SCHEMAS), is_guaranteed=True)
-    return put_together([*parser.feed(text), *parser.finish()])
+    return put_together(read_all(parser, [text]))
 
 
 @pytest.mark.parametrize("call_format", FORMATS, ids=lambda each: each.name)
@@ -157,7 +158,7 @@ def test_a_marker_can_be_written_as_a_single_token(special: bool, template: str,
     assert matcher.may_stop
     shown = tokenizer.decode(token_ids, skip_special_tokens=not use.shows_special_tokens)
     parser = use.make_reader()
-    assert put_together([*parser.feed(shown), *parser.finish()]) == ("", [("weather", '{"city": "Rome"}')])
+    assert put_together(read_all(parser, [shown])) == ("", [("weather", '{"city": "Rome"}')])
 
 
 def form_of(tokenizer: Tokenizer, content: StructuredOutput | None = None, **fields: Any) -> AnswerForm | None:
@@ -190,7 +191,7 @@ def test_only_the_named_tool_is_called_and_only_once(tokenizer: Tokenizer) -> No
     call = '<tool_call>\n{"name": "%s", "arguments": {"city": "Rome"}}\n</tool_call>'
     for name, calls in (("f", []), ("g", [("g", '{"city": "Rome"}')])):
         reader = form.make_reader()
-        assert put_together([*reader.feed(2 * (call % name)), *reader.finish()])[1] == calls
+        assert put_together(read_all(reader, [2 * (call % name)]))[1] == calls
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from inflight.server.chat_format import families
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, new_call_id
 from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, THINKING, CallFormat, call_format_of, head_of
-from inflight.server.chat_format.template_reader import CallDelta, Piece, TemplateReader, Thought
+from inflight.server.chat_format.template_reader import TemplateReader
+from tests.server.chat_format.pieces import CallDelta, Piece, Thought, fed, read_all
 from tests.server.chat_format.scripted import cut
 
 HERMES, LLAMA3, MISTRAL = CALL_FORMATS.values()
@@ -57,8 +58,7 @@ def put_together(pieces: Iterable[Piece]) -> tuple[str, Calls]:
 
 def read(call_format: CallFormat, deltas: Sequence[str], **options: Any) -> tuple[str, Calls]:
     parser = reader_of(call_format, **options)
-    pieces = [piece for delta in deltas for piece in parser.feed(delta)]
-    content, calls = put_together([*pieces, *parser.finish()])
+    content, calls = put_together(read_all(parser, deltas))
     if options.get("is_parallel", True):
         assert parser.num_calls == len(calls)
     return content, calls
@@ -259,20 +259,20 @@ def test_any_arguments_are_parsed_unchanged(
 def test_guaranteed_calls_are_streamed_as_they_arrive() -> None:
     parser = reader_of(HERMES, is_guaranteed=True)
     text = '<tool_call>\n{"name": "weather", "arguments": {"city": "Ro'
-    *before, (name, arguments) = [(parser.feed(character), character) for character in text[:-1]][-1:], ([], "")
+    *before, (name, arguments) = [(fed(parser, character), character) for character in text[:-1]][-1:], ([], "")
     assert before
     assert (name, arguments) == ([], "")
-    assert parser.feed("o") == [CallDelta(0, "o")]
-    assert parser.feed('me"}}\n</tool') == [CallDelta(0, 'me"}')]
-    assert parser.feed("_call>") == []
-    assert parser.finish() == []
+    assert fed(parser, "o") == [CallDelta(0, "o")]
+    assert fed(parser, 'me"}}\n</tool') == [CallDelta(0, 'me"}')]
+    assert fed(parser, "_call>") == []
+    assert fed(parser, "", is_last=True) == []
 
 
 def test_calls_in_free_text_are_reported_once_they_are_complete() -> None:
     parser = reader_of(HERMES)
-    assert parser.feed("Let me see. ") == ["Let me see."]
-    assert parser.feed(HERMES_CALL[:-15]) == []
-    first, second = parser.feed(HERMES_CALL[-15:])
+    assert fed(parser, "Let me see. ") == ["Let me see."]
+    assert fed(parser, HERMES_CALL[:-15]) == []
+    first, second = fed(parser, HERMES_CALL[-15:])
     assert isinstance(first, CallDelta)
     assert (first.name, second) == ("weather", CallDelta(0, '{"city": "Rome"}'))
 
@@ -300,7 +300,7 @@ def test_calls_behind_and_within_thoughts(
     template = AnswerTemplate(THINKING.template, THINKING).with_calls(call_format)
     for deltas in ([text], list(text)):
         reader = template.reader("", TOOLS, NAMES)
-        pieces = [piece for delta in deltas for piece in reader.feed(delta)] + reader.finish()
+        pieces = read_all(reader, deltas)
         assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == thoughts
         assert put_together(piece for piece in pieces if not isinstance(piece, Thought)) == (content, calls)
 

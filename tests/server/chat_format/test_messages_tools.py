@@ -8,6 +8,7 @@ import pytest
 from anthropic.types import Message, ToolUseBlock
 
 from inflight.server.anthropic.request import CountRequest
+from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from tests.server.chat_format.scripted import (
     CALL,
@@ -148,7 +149,7 @@ def test_blocks_are_converted_to_messages() -> None:
         ]
     }
     functions = [{"name": f"f{i}", "arguments": {"x": i}} for i in range(2)]
-    assert CountRequest.model_validate(body).for_template() == {
+    assert CountRequest.model_validate(body).for_template(ServerSettings()) == {
         "messages": [
             {"role": "user", "content": "a"},
             {
@@ -163,7 +164,7 @@ def test_blocks_are_converted_to_messages() -> None:
         "continue_final_message": False,
     }
     with pytest.raises(ApiError, match="messages end with calls"):
-        CountRequest.model_validate({"messages": body["messages"][:2]}).for_template()
+        CountRequest.model_validate({"messages": body["messages"][:2]}).for_template(ServerSettings())
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler
+from tests.server.chat_format.pieces import read_all
 from tests.server.chat_format.scripted import cut
 from tests.server.chat_format.test_template_reader import parts_of
 
@@ -185,7 +186,7 @@ def test_calls_that_follow_their_schema_can_be_written_and_are_read(name: str, c
         text = (notation.between or "").join(notation.write(*call) for call in calls)
         assert ends(form, tokenizer, text), text
         reader = form.make_reader()
-        assert parts_of([*reader.feed(text), *reader.finish()]) == tuple(calls)
+        assert parts_of(read_all(reader, [text])) == tuple(calls)
     for arguments in WRONG:
         assert not ends(form, tokenizer, notation.write("weather", arguments)), arguments
     assert not ends(form, tokenizer, notation.write("climate", RIGHT[0]))
@@ -205,7 +206,7 @@ def test_any_arguments_come_back_as_they_were(name: str, city: str, places: list
     form = form_of(notation, tokenizer_of(notation, "as text"), [TOOL], "required")
     reader = form.make_reader()
     text = notation.write("weather", arguments)
-    assert parts_of([*reader.feed(text), *reader.finish()]) == (("weather", arguments),)
+    assert parts_of(read_all(reader, [text])) == (("weather", arguments),)
 
 
 def fragments(notation: Notation) -> list[str]:
@@ -240,11 +241,11 @@ def test_marks_within_a_value_never_shorten_a_call(name: str, data: st.DataObjec
     text = notation.write("weather", dict(arguments))
     form = READERS[name]
     reader = form.make_reader()
-    parts = parts_of([*reader.feed(text), *reader.finish()])
+    parts = parts_of(read_all(reader, [text]))
     places = data.draw(st.lists(st.integers(0, len(text)), max_size=8))
     for pieces in (list(text), cut(text, places)):
         reader = form.make_reader()
-        assert parts_of([piece for each in pieces for piece in reader.feed(each)] + reader.finish()) == parts
+        assert parts_of(read_all(reader, pieces)) == parts
     if parts != (("weather", dict(arguments)),):
         # No notation without quotes is free of doubt: then nothing is called, or the text is what was understood.
         understood = [part if isinstance(part, str) else notation.write(*part) for part in parts]

@@ -17,9 +17,9 @@ from transformers.utils.chat_parsing import parse_response
 from inflight.server.chat_format import families
 from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of
 from inflight.server.chat_format.families import Family, family_of
-from inflight.server.chat_format.template_reader import CallDelta, Piece, Thought
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
+from tests.server.chat_format.pieces import CallDelta, Piece, Thought, fed, read_all
 from tests.text.tokenizers_for_tests import byte_level
 
 TOOLS = [
@@ -298,7 +298,7 @@ def read(recorded: Recorded, pieces: list[str], **options: Any) -> list[Piece]:
     reader = AnswerTemplate(recorded.family.template, recorded.family).reader(
         recorded.prompt, [*TOOLS, *WRITE], [*NAMES, "write"], **options
     )
-    return [piece for text in [*pieces] for piece in reader.feed(text)] + reader.finish()
+    return read_all(reader, pieces)
 
 
 def parts_of(pieces: list[Piece]) -> tuple[Any, ...]:
@@ -346,11 +346,11 @@ def test_the_library_reads_the_same_calls_and_thoughts(name: str) -> None:
 def test_thoughts_and_content_are_given_as_they_come() -> None:
     recorded = RECORDED["qwen3"]
     reader = AnswerTemplate(recorded.family.template, recorded.family).reader(recorded.prompt, TOOLS, NAMES)
-    assert reader.feed("<think>\nPar") == [Thought("Par")]
-    assert reader.feed("is") == [Thought("is")]
-    assert reader.feed("</thi") == []
-    assert reader.feed("nk>\n\nSu") == ["Su"]
-    assert reader.feed("re.\n") == ["re."]
+    assert fed(reader, "<think>\nPar") == [Thought("Par")]
+    assert fed(reader, "is") == [Thought("is")]
+    assert fed(reader, "</thi") == []
+    assert fed(reader, "nk>\n\nSu") == ["Su"]
+    assert fed(reader, "re.\n") == ["re."]
 
 
 def test_only_the_first_call_is_reported_without_parallel_calls() -> None:
@@ -412,7 +412,7 @@ def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
     known = answer_template_of(own(template), "{{ messages }}")
     assert known is not None
     reader = known.reader("A:((", None, ())
-    assert parts_of([*reader.feed("hm)) yes!"), *reader.finish()]) == (Thought("hm"), "yes!")
+    assert parts_of(read_all(reader, ["hm)) yes!"])) == (Thought("hm"), "yes!")
     assert answer_template_of(own(template), "the request's own") is None
 
 
@@ -453,7 +453,7 @@ def test_the_tokenizers_own_notation_of_values_loses_nothing(pattern: str, body:
         "", WRITE, ["write"]
     )
     text = f"<call write>{body}</call>"
-    read = parts_of(reader.feed(text) + reader.finish())
+    read = parts_of(read_all(reader, [text]))
     assert read == ((text,) if arguments is None else (("write", arguments),))
 
 
@@ -481,8 +481,7 @@ def test_a_pattern_that_takes_for_ever_is_an_error_of_this_request(field: str, t
 
     def read() -> None:
         reader = known.reader(prompt, TOOLS, NAMES)
-        reader.feed(text)
-        reader.finish()
+        read_all(reader, [text])
 
     with pytest.raises(ApiError, match=f"a pattern of '{field}' in this model's response template takes too long"):
         read()
@@ -540,7 +539,7 @@ def test_what_the_prompt_has_is_not_reported_and_nothing_else_is_lost(
     prompt = f"{anchor if isinstance(anchor, str) else anchor[0]}{begun}"
     for pieces in ([text], list(text)):
         reader = AnswerTemplate(family.template, family).reader(prompt, TOOLS, NAMES, is_parallel=False)
-        read = [piece for each in pieces for piece in reader.feed(each)] + reader.finish()
+        read = read_all(reader, pieces)
         assert parts_of(read) == (parts or (text,))
         assert reader.num_calls == sum(isinstance(part, tuple) for part in parts or ())
 

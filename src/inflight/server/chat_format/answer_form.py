@@ -70,37 +70,49 @@ def answer_form(
     fields.check_tools()
     written = chat_template_of(tokenizer) if chat_template is None else chat_template
     reading = answer_template_of(tokenizer, written) or PLAIN_TEXT
-    if not fields.callable_tools:
-        if not reading.has_thoughts:
-            return None
-        return AnswerForm(
-            partial(reading.reader, prompt, None, ()),
-            _after_thoughts(content, reading, prompt, thinking, reading.content_begin if content else ""),
-            bool(reading.special_token_ids(tokenizer)),
-            reading.thoughts_first(prompt),
-        )
+    if fields.callable_tools:
+        reading, form, is_guaranteed = _with_calls(fields, content, tokenizer, reading, written, parser_name)
+        tools = [tool.for_template() for tool in fields.usable_tools]
+        names = [tool.function.name for tool in fields.callable_tools]
+        options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_guaranteed}
+        make_reader, mark = partial(reading.reader, prompt, tools, names, **options), ""
+    elif reading.has_thoughts:
+        form, mark = content, reading.content_begin if content else ""
+        make_reader = partial(reading.reader, prompt, None, ())
+    else:
+        return None
+    return AnswerForm(
+        make_reader,
+        _after_thoughts(form, reading, prompt, thinking, mark),
+        bool(reading.special_token_ids(tokenizer)),
+        reading.thoughts_first(prompt),
+    )
+
+
+def _with_calls(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    tokenizer: Tokenizer,
+    reading: AnswerTemplate,
+    chat_template: str,
+    parser_name: str | None,
+) -> tuple[AnswerTemplate, StructuredOutput | None, bool]:
+    """Return how calls are read; the form that the text must have, if any; and whether that guarantees objects, so that
+    arguments can be reported as they come."""
     reads_calls = parser_name is None and reading.has_calls
-    call_format = call_format_of(written) if parser_name is None else CALL_FORMATS[parser_name]
+    call_format = call_format_of(chat_template) if parser_name is None else CALL_FORMATS[parser_name]
     content_begin = ""
     if reads_calls:
         call_format, content_begin = reading.call_format or call_format, reading.content_begin
     elif call_format is not None and call_format.head:
         call_format = None  # the checkpoint's own response template has no calls, so only objects could be read
     if not fields.is_call_required:
-        _check_free_choice(written, is_known=reads_calls or call_format is not None)
+        _check_free_choice(chat_template, is_known=reads_calls or call_format is not None)
     form = _form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
-    is_streamed = form is not None and (call_format is None or not call_format.head)
-    if is_streamed or not reads_calls:
+    is_guaranteed = form is not None and (call_format is None or not call_format.head)
+    if is_guaranteed or not reads_calls:
         reading = reading.with_calls(call_format or PLAIN)
-    tools = [tool.for_template() for tool in fields.usable_tools]
-    names = [tool.function.name for tool in fields.callable_tools]
-    options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_streamed}
-    return AnswerForm(
-        partial(reading.reader, prompt, tools, names, **options),
-        _after_thoughts(form, reading, prompt, thinking),
-        bool(reading.special_token_ids(tokenizer)),
-        reading.thoughts_first(prompt),
-    )
+    return reading, form, is_guaranteed
 
 
 def _after_thoughts(

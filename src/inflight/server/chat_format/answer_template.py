@@ -17,9 +17,10 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.structured_output import Thoughts
+from inflight.server.chat_format.blocks import ThoughtBlock
 from inflight.server.chat_format.call_text import CallText, SearchBudget
 from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of
-from inflight.server.chat_format.template_reader import TemplateReader, Thought
+from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
@@ -136,8 +137,8 @@ class AnswerTemplate:
 
     def begins_with_a_thought(self, prompt: str) -> bool:
         """Whether a prompt ends within a thought."""
-        pieces = self.reader(prompt, None, ()).feed("x")  # where a next letter would belong
-        return bool(pieces) and isinstance(pieces[-1], Thought)
+        grown = self.reader(prompt, None, ()).feed("x")  # where a next letter would belong
+        return bool(grown) and isinstance(grown[-1].block, ThoughtBlock)
 
     def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
         """What may come before that which a grammar asks for; None: nothing.

@@ -7,7 +7,6 @@ import uuid
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.server.chat_format.template_reader import Piece, TemplateReader, Thought
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -16,19 +15,17 @@ def _new_key() -> str:
 
 
 @dataclass(slots=True)
-class TextBlock:
+class _Block:
+    text: str = ""
+    key: str = field(default_factory=_new_key)
+
+
+class TextBlock(_Block):
     """A text; `key` is unique to the block."""
 
-    text: str = ""
-    key: str = field(default_factory=_new_key)
 
-
-@dataclass(slots=True)
-class ThoughtBlock:
-    """A thought; `key` is unique to the block."""
-
-    text: str = ""
-    key: str = field(default_factory=_new_key)
+class ThoughtBlock(_Block):
+    """Reasoning; `key` is unique to the block."""
 
 
 @dataclass(slots=True)
@@ -54,53 +51,49 @@ class Growth(NamedTuple):
 
 
 class Blocks:
-    """Splits one answer into blocks.
-
-    Args:
-        reader: finds thoughts and calls; None: there are none.
+    """One answer, divided as it grows. Here it is all text; `TemplateReader` finds reasoning and calls.
 
     Attributes:
         blocks: the blocks so far.
     """
 
-    def __init__(self, reader: TemplateReader | None) -> None:
+    def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._reader = reader
+        self._grown: list[Growth] = []
 
     @property
-    def has_calls(self) -> bool:
-        return any(isinstance(block, CallBlock) for block in self.blocks)
+    def num_calls(self) -> int:
+        return self.num_calls_before(len(self.blocks))
+
+    def num_calls_before(self, number: int) -> int:
+        """How many of the blocks before this one are calls."""
+        return sum(isinstance(block, CallBlock) for block in self.blocks[:number])
+
+    def text_of(self, kind: type[TextBlock | ThoughtBlock]) -> str:
+        """The text of all blocks of a kind."""
+        return "".join(block.text for block in self.blocks if isinstance(block, kind))
 
     def num_thought_tokens(self, tokenizer: Tokenizer) -> int:
-        """How many tokens the thoughts have, which are encoded once more to count them."""
+        """How many tokens the reasoning has, which is encoded once more to count them."""
         texts = [block.text for block in self.blocks if isinstance(block, ThoughtBlock)]
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
-    def feed(self, text: str, *, is_last: bool) -> list[Growth]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[Growth]:
         """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
-        if self._reader is None:
-            pieces: list[Piece] = [text] if text else []
-        else:
-            pieces = self._reader.feed(text)
-            if is_last:
-                pieces += self._reader.finish()
-        if is_last and not pieces and not self.blocks:
-            pieces = [""]
-        return list(map(self._grow, pieces))
+        self._take(text, is_last)
+        if is_last and not self.blocks:
+            self._add(TextBlock, "")
+        grown, self._grown = self._grown, []
+        return grown
 
-    def _grow(self, piece: Piece) -> Growth:
-        last, num_before = self.blocks[-1] if self.blocks else None, len(self.blocks)
-        if isinstance(piece, str | Thought):
-            kind, added = (TextBlock, piece) if isinstance(piece, str) else (ThoughtBlock, piece.text)
-            if not isinstance(last, kind):
-                last = kind()
-                self.blocks.append(last)
-            last.text += added
-        else:
-            added = piece.arguments
-            if piece.name is not None and piece.call_id is not None:
-                last = CallBlock(piece.call_id, piece.name)
-                self.blocks.append(last)
-            assert isinstance(last, CallBlock)
-            last.arguments += added
-        return Growth(len(self.blocks) - 1, last, added, len(self.blocks) > num_before)
+    def _take(self, text: str, is_last: bool) -> None:
+        if text:
+            self._add(TextBlock, text)
+
+    def _add(self, kind: type[TextBlock | ThoughtBlock], text: str) -> None:
+        last = self.blocks[-1] if self.blocks else None
+        if is_new := not isinstance(last, kind):
+            last = kind()
+            self.blocks.append(last)
+        last.text += text
+        self._grown.append(Growth(len(self.blocks) - 1, last, text, is_new))

@@ -7,7 +7,7 @@ API: each has its own fields.
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -49,35 +49,28 @@ class Thinking:
 
     def variables(self, chat_template: str) -> Mapping[str, Any]:
         """Return what tells the chat template; nothing if it has no variable for it."""
-        told: dict[str, Any] = {}
+        variables: dict[str, Any] = {}
         if self.effort is not None:
             mention = _NO_EFFORT if self.effort == "none" else _EFFORT
             if mention.search(chat_template):
-                told["reasoning_effort"] = self.effort
+                variables["reasoning_effort"] = self.effort
         switch = next((name for name, mention in _SWITCHES if mention.search(chat_template)), None)
         if self.is_wanted is not None and switch is not None:
-            told[switch] = self.is_wanted
-        return told
+            variables[switch] = self.is_wanted
+        return variables
 
 
 AS_THE_MODEL_WANTS = Thinking()
 
 
-def thinking_of_effort(effort: str | None, param: str) -> Thinking:
-    """Return what OpenAI's word for an effort means: "none" that the model is not to think."""
-    if effort is None:
+def thinking_of(effort: str | None, param: str, budget: int | None) -> Thinking:
+    """Return what OpenAI's word for an effort means ("none": the model is not to think), and vLLM's
+    `thinking_token_budget`: the most tokens of a thought; 0: the model is not to think."""
+    if budget == 0:
+        return Thinking(is_wanted=False, param="thinking_token_budget")
+    if effort is None and budget is None:
         return AS_THE_MODEL_WANTS
-    return Thinking(is_wanted=effort != "none", effort=effort, param=param)
-
-
-def with_budget(thinking: Thinking, num_tokens: int | None, param: str) -> Thinking:
-    """Return the same with a limit of the tokens of a thought (None: there is none); without any, the model is not to
-    think."""
-    if num_tokens is None:
-        return thinking
-    if num_tokens:
-        return replace(thinking, most_tokens=num_tokens)
-    return Thinking(is_wanted=False, param=param)
+    return Thinking(None if effort is None else effort != "none", effort, budget, param)
 
 
 History: TypeAlias = Sequence[Mapping[str, Any]]

@@ -13,11 +13,12 @@ the thought waits as long as it may be a call.
 
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
+from inflight.server.chat_format.blocks import Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
 from inflight.server.chat_format.call_text import Calls, CallText, ObjectScanner, SearchBudget
 
 FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
@@ -26,32 +27,6 @@ BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
 
 MOST_TRIED = 64
 """Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Thought:
-    """Text that the model writes for itself, before or between what it answers."""
-
-    text: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class CallDelta:
-    """A piece of a call. The first piece of each call has the id and the name.
-
-    Attributes:
-        index: the call's number within the text.
-        arguments: what to append to the arguments; the pieces together are JSON.
-    """
-
-    index: int
-    arguments: str = ""
-    call_id: str | None = None
-    name: str | None = None
-
-
-Piece: TypeAlias = str | Thought | CallDelta
-"""Content, a thought, or a piece of a call."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -93,8 +68,8 @@ class _Call:
         self.searched = self.searched_in_thought = self.scanned = self.behind
 
 
-class TemplateReader:
-    """Reads one text.
+class TemplateReader(Blocks):
+    """Reads one answer.
 
     Args:
         fields: what there may be, and the marks around it.
@@ -103,9 +78,6 @@ class TemplateReader:
         calls: reads the text of calls; None: there is no field of calls.
         budget: the time for searches.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
-
-    Attributes:
-        num_calls: calls found so far.
     """
 
     def __init__(
@@ -119,7 +91,7 @@ class TemplateReader:
         new_call_id: Callable[[], str],
         is_parallel: bool = True,
     ) -> None:
-        self.num_calls = 0
+        super().__init__()
         self._thoughts, self._calls, self._budget = thoughts, calls, budget
         self._new_call_id, self._is_parallel = new_call_id, is_parallel
         self._fields = fields
@@ -128,39 +100,33 @@ class TemplateReader:
         self._call: _Call | None = None
         self._num_tried = 0  # calls at the end of the text that are none, within a thought
         self._text, self._num_begun = begun, len(begun)
-        self._position = 0  # up to which the text was told
+        self._position = 0  # up to which the text was reported
         self._drops_space = False  # whether white space that comes now is not reported
         self._held = ""  # white space that is reported only if text follows
         self._is_new = True  # whether the present field has no text yet
         self._last: Any = None  # the field of the text that was reported last
-        self._pieces: list[Piece] = []
         self._is_plain = True  # whether nothing but content was reported
         self._is_first = True  # whether nothing but thoughts was
         self._is_dropped = False  # whether the present call is one too many
         self._read(is_last=False)
-        self._pieces.clear()
+        self.blocks, self._grown = [], []
         self._is_plain, self._is_first, self._last = True, True, None
         self._is_anything_shown = False
 
-    def feed(self, delta: str) -> list[Piece]:
-        """Return the pieces that are certain now that the text has grown by `delta`."""
-        self._text += delta
+    def _take(self, text: str, is_last: bool) -> None:
+        """Report what is certain now that the text has grown; at its end, also what was held back."""
+        self._text += text
         self._read(is_last=False)
-        pieces, self._pieces = self._pieces, []
-        return pieces
-
-    def finish(self) -> list[Piece]:
-        """Return what was held back, at the end of the text."""
+        if not is_last:
+            return
         self._read(is_last=True)
         if self._is_in_thought:
             self._held = ""
         rest = self._text[self._num_begun :]
         if self._is_plain and self._held:
-            self._pieces.append(self._held)
+            self._add(TextBlock, self._held)
         elif not self._is_anything_shown and self._implicit is None and rest.strip():
-            self._pieces.append(rest)  # it stands outside of all marks, and must not be lost
-        pieces, self._pieces = self._pieces, []
-        return pieces
+            self._add(TextBlock, rest)  # it stands outside of all marks, and must not be lost
 
     # ------------------------------------------------------------------------------------- marks
 
@@ -361,7 +327,7 @@ class TemplateReader:
         is_whole = call.last is None and form.field.content == "json"  # what ends the answer may be the closing mark
         return (read(len(text)) if is_whole else None), len(text)
 
-    # ------------------------------------------------------------------------------------- pieces
+    # ------------------------------------------------------------------------------------- blocks
 
     def _tell(self, end: int) -> None:
         """Report the present field's text up to a position."""
@@ -384,7 +350,7 @@ class TemplateReader:
         self._is_new, self._last = False, field
         is_thought = field is not None and field.name in self._thoughts
         self._is_plain, self._is_first = self._is_plain and not is_thought, self._is_first and is_thought
-        self._pieces.append(Thought(shown) if is_thought else shown)
+        self._add(ThoughtBlock if is_thought else TextBlock, shown)
 
     def _end_calls(self, calls: Calls | None, end: int) -> None:
         begin, self._position = max(self._position, self._num_begun), end
@@ -400,9 +366,13 @@ class TemplateReader:
         self._held, self._is_plain, self._is_first, self._last, self._is_anything_shown = "", False, False, None, True
         self._is_dropped = self.num_calls > 0 and not self._is_parallel
         if not self._is_dropped:
-            self._pieces.append(CallDelta(self.num_calls, "", self._new_call_id(), name))
-            self.num_calls += 1
+            call = CallBlock(self._new_call_id(), name)
+            self.blocks.append(call)
+            self._grown.append(Growth(len(self.blocks) - 1, call, "", is_new=True))
 
     def _give_arguments(self, text: str) -> None:
         if text and not self._is_dropped:
-            self._pieces.append(CallDelta(self.num_calls - 1, text))
+            call = self.blocks[-1]
+            assert isinstance(call, CallBlock)
+            call.arguments += text
+            self._grown.append(Growth(len(self.blocks) - 1, call, text, is_new=False))

@@ -1,29 +1,83 @@
-"""`EventStream`: an answer of server-sent events. Decides when it begins, what keeps it alive and how it ends.
+"""How an answer reaches its client: the client that may leave, and streams of server-sent events.
 
-It begins with the first event: an error before that is an ordinary answer with its own status; a later error becomes
-an event. Does not know what the events contain.
+A stream begins with the first event: an error before that is an ordinary answer with its own status; a later error
+becomes an event. Does not know what events contain.
 """
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from contextlib import suppress
-from typing import TypeAlias
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from typing import Literal, TypeAlias
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.wire.api_errors import ApiError, ClientGoneError
-from inflight.server.wire.client import Client, attended
+from inflight.server.wire.api_errors import ApiError, ClientGoneError, errors_of
 
 logger = logging.getLogger(__name__)
 
 KEEP_ALIVE = b": keep-alive\n\n"
-DONE = b"data: [DONE]\n\n"
 
 Write: TypeAlias = Callable[[bytes], Awaitable[None]]
 """Sends events to the client, and waits while the client does not read."""
+
+
+class Client:
+    """The client of one HTTP request, while the request is being served.
+
+    Attributes:
+        why_ended: why the client's work was ended early; None: it was not.
+    """
+
+    def __init__(self, limit: asyncio.Timeout) -> None:
+        self.why_ended: Literal["left", "stalled"] | None = None
+        self._limit = limit
+
+    @property
+    def is_too_late(self) -> bool:
+        """Whether the work was ended because its time was up."""
+        return self.why_ended is None and self._limit.expired()
+
+    def end(self, why: Literal["left", "stalled"]) -> None:
+        """End the client's work now."""
+        if self.why_ended is None and not self._limit.expired():
+            self.why_ended = why
+            self._limit.reschedule(asyncio.get_running_loop().time())
+
+    async def listen(self, receive: Receive) -> None:
+        """Wait until the client disconnects. (Nothing else can arrive, since its request has been read.)"""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.end("left")
+
+
+@asynccontextmanager
+async def attended(receive: Receive, timeout: float | None) -> AsyncIterator[Client]:
+    """Run a block of work for a client, and cancel it as soon as the client no longer waits.
+
+    Args:
+        timeout: seconds that the work may take; None: no limit.
+
+    Raises:
+        ClientGoneError: the client has left, or does not read.
+        ApiError: the work took too long (504).
+    """
+    try:
+        async with asyncio.timeout(timeout) as limit:
+            client = Client(limit)
+            listener = asyncio.create_task(client.listen(receive))
+            try:
+                yield client
+            finally:
+                listener.cancel()
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        if client.why_ended is not None:
+            raise ClientGoneError(client.why_ended) from None
+        raise ApiError(504, f"the request took longer than {timeout:g} seconds", code="timeout") from None
 
 
 class EventStream(Response):
@@ -31,7 +85,7 @@ class EventStream(Response):
 
     Args:
         work: called with the client and a function that writes to it; each call of that is one write to the socket.
-        error_event: encodes an error as an event of the stream.
+        error_event: encodes an error as the last event; None: as in the endpoint's envelope.
     """
 
     media_type = "text/event-stream"
@@ -40,13 +94,13 @@ class EventStream(Response):
         self,
         work: Callable[[Client, Write], Awaitable[None]],
         settings: ServerSettings,
-        error_event: Callable[[ApiError], bytes] | None = None,
+        error_event: Callable[[ApiError], bytes | None] = lambda _: None,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]
         self._work = work
         self._settings = settings
-        self._error_event = error_event or _data_event
+        self._error_event = error_event
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         line, last_event = _Line(send, self), b""
@@ -62,7 +116,7 @@ class EventStream(Response):
             api_error = ApiError.of(error)
             if api_error.code == "internal_error":
                 logger.exception("a stream could not be finished")
-            last_event = self._error_event(api_error)
+            last_event = self._error_event(api_error) or _event_of(api_error, scope)
         with suppress(TimeoutError):
             async with asyncio.timeout(self._settings.max_stall):
                 await line.end(last_event)
@@ -140,5 +194,6 @@ class _Pulse:
         self._timer = self._loop.call_at(min(due, now + self._settings.keep_alive_interval), self._beat)
 
 
-def _data_event(error: ApiError) -> bytes:
-    return b"data: " + error.envelope() + b"\n\n"
+def _event_of(error: ApiError, scope: Scope) -> bytes:
+    errors = errors_of(scope)
+    return errors.event(errors.body(error, scope))

@@ -8,19 +8,19 @@ import socket
 import pytest
 import uvicorn
 
-from inflight.server.operations import heads
-from inflight.server.operations.open_files import RESERVE, allow_many_open_files
+from inflight.server.operations import connections
+from inflight.server.operations.connections import RESERVE, allow_many_open_files
 from tests.coroutines import run
 from tests.server.operations.serving import SmallServer, connected, read_answer
 
 
 def test_a_connection_without_a_complete_request_head_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(heads, "SECONDS_FOR_HEAD", 0.2)
+    monkeypatch.setattr(connections, "SECONDS_FOR_HEAD", 0.2)
     good = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
 
     async def check() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(SmallServer().app, http=heads.LimitedHeads, log_config=None)
+            config = uvicorn.Config(SmallServer().app, http=connections.LimitedHeads, log_config=None)
             server = uvicorn.Server(config)
             task = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -39,11 +39,11 @@ def test_a_connection_without_a_complete_request_head_is_closed(monkeypatch: pyt
 def test_connections_beyond_the_limit_are_refused_and_the_others_notice_nothing(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(heads.LimitedHeads, "_last_warning", float("-inf"))
+    monkeypatch.setattr(connections.LimitedHeads, "_last_warning", float("-inf"))
 
     async def check() -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            config = uvicorn.Config(SmallServer().app, http=heads.limited_to(1), log_config=None)
+            config = uvicorn.Config(SmallServer().app, http=connections.limited_to(1), log_config=None)
             server = uvicorn.Server(config)
             task = asyncio.create_task(server.serve(sockets=[listener]))
             url = f"http://127.0.0.1:{listener.getsockname()[1]}"

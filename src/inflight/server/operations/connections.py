@@ -1,7 +1,8 @@
-"""Limits on connections, and on a request's head: how many bytes it may have, and how many seconds it may take.
+"""Connections: how many there may be, and how large and how slow a request's head may be.
 
-No application sees a head before it is complete, so no middleware can limit it; and no API key has been checked by
-then.
+Each connection is an open file: those beyond the limit are closed at once, so that the server keeps a reserve for what
+else it must open. No application sees a head before it is complete, so no middleware can limit it; and no API key has
+been checked by then.
 """
 
 import asyncio
@@ -25,6 +26,9 @@ _REFUSAL = (
 
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 SECONDS_BETWEEN_WARNINGS = 60.0
+
+RESERVE = 64
+"""Files that are left for everything but connections: pipes to the engine, sockets of exporters, modules."""
 
 logger = logging.getLogger("inflight.server")
 
@@ -105,5 +109,19 @@ class LimitedHeads(HttpToolsProtocol):
 
 
 def limited_to(max_connections: int | None) -> type[LimitedHeads]:
-    """Return the protocol for a server with at most so many connections; None: any number."""
+    """Return the protocol for a server with at most this many connections; None: any number."""
     return type("LimitedConnections", (LimitedHeads,), {"max_connections": max_connections})
+
+
+def allow_many_open_files() -> int | None:
+    """Raise this process's own limit to what the system allows, and return how many connections that leaves room for;
+    None: any number."""
+    try:
+        import resource
+    except ImportError:  # Windows has no such limit
+        return None
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        soft = hard
+    return None if soft == resource.RLIM_INFINITY else max(1, soft - RESERVE)

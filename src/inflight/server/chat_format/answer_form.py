@@ -172,13 +172,12 @@ def _form_of_calls(
     content_schema = None
     if content is not None and not fields.is_call_required:  # otherwise there is no content
         content_schema = _schema_of_content(content)
-    tokens = opaque_tokens(tokenizer)
     schemas = {tool.function.name: _schema(tool, fields.is_call_required) for tool in tools}
     try:
         return calls_grammar(
             call_format,
             schemas,
-            tokens,
+            opaque_tokens(tokenizer),
             is_required=fields.is_call_required,
             is_parallel=fields.may_call_several,
             content_schema=content_schema,

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
-from inflight.server.answers.call_format import HERMES, format_of_template
+from inflight.server.chat_format.families import HERMES, call_format_of
 from tests import zoo
 from tools.story_cast import SLOTS
 from tools.story_grammar import draw_request, generate_chat, generate_story, parses, split_sentences
@@ -119,7 +119,7 @@ def test_chat_template_tells_the_model_about_tools_in_the_form_of_hermes() -> No
     ]
     written = tokenizer().apply_chat_template(chat, tools=[weather], tokenize=False, add_generation_prompt=True)
     preamble, *turns = written.removeprefix(BOS).split("<|end|>")
-    assert format_of_template(tokenizer().chat_template) is HERMES
+    assert call_format_of(tokenizer().chat_template) is HERMES.calls
     assert preamble.startswith("<|user|>Tools:\n<tools>\n" + json.dumps(weather) + "\n</tools>\n")
     assert turns == [
         "<|user|>Be brief.",

@@ -5,8 +5,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from inflight.contracts.outputs import TextDelta
+from tests.server.chat_format.scripted import ScriptedLLM, cut_by_chance
 from tests.server.serving import RunningServer
-from tests.server.tools.scripted import ScriptedLLM, cut_by_chance
 
 TEMPLATE = """{% if tools %}# Tools
 {{ tools | tojson }}

@@ -13,6 +13,7 @@ from inflight.batches.ledger import Ledger
 from inflight.batches.worker import Worker
 
 COMPLETIONS = "/v1/completions"
+URLS = (COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 
 
 class Clock:
@@ -88,7 +89,7 @@ class Jobs:
 
     def worker(self, answerer: Any, max_in_work: int = 4, observe: Callable[[Batch], None] = lambda _: None) -> Worker:
         """Somebody to do them."""
-        return Worker(self.ledger, self.files, answerer, max_in_work, observe, self.clock)
+        return Worker(self.ledger, self.files, answerer, max_in_work, URLS, observe, self.clock)
 
     def finish(self, answerer: Any, **options: Any) -> None:
         """Do them all."""

@@ -15,7 +15,7 @@ from inflight import SamplingParams
 from inflight.server.models.metrics import Loads
 from inflight.server.models.pool import InMemory, ModelPool
 from inflight.server.models.roster import Roster
-from inflight.server.operations.exposition import Together
+from inflight.server.operations.collectors import Together
 from inflight.server.operations.metrics import PROCESS, Metrics
 from tests.deploy.promql import Exposed
 from tests.server.operations.serving import client_of

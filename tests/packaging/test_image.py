@@ -13,7 +13,7 @@ import httpx2
 import pytest
 
 from inflight.cli.serve import serve
-from inflight.server.operations.paths import HEALTH_PATH
+from inflight.server.endpoints import HEALTH_PATH
 from tests.packaging.environments import ROOT, build, needs_registry
 from tests.server.test_kubernetes import FOLDER as KUBERNETES
 from tests.server.test_kubernetes import OF_IMAGE, manifests

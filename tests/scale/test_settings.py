@@ -18,7 +18,7 @@ from inflight.scale.autoscaling import POLICY, TARGET_LOAD, replicas_wanted, rep
 from inflight.scale.forwarding import ForwardedRequest
 from inflight.scale.serve import build_app
 from inflight.scale.settings import AppSettings
-from inflight.server.wire.without_socket import answered
+from inflight.server.batches.answering import answered
 from tests.coroutines import run
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "deploy" / "ray-serve.yaml"

@@ -63,7 +63,7 @@ class RecordedRequests(RequestObserver):
         self.ends.append((reason, output))
         self.has_ended.set()
 
-    def saw_batch(self, batch: Batch) -> None:
+    def batch_changed(self, batch: Batch) -> None:
         self.batches.append(batch)
 
     def take_reasons(self) -> list[EndReason]:

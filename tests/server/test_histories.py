@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM
+from tests.server.chat_format.scripted import prompt_of, say, scripted_server
 from tests.server.serving import RunningServer
-from tests.server.tools.scripted import prompt_of, say, scripted_server
 
 CHAT, RESPONSES, MESSAGES = APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
 FIRST_ONLY = """{% for m in messages %}\

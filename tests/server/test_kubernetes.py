@@ -10,7 +10,7 @@ import yaml
 
 from inflight.cli.serve import serve
 from inflight.contracts.watching import KVEvents
-from inflight.server.operations.paths import HEALTH_PATH
+from inflight.server.endpoints import HEALTH_PATH
 
 FOLDER = Path(__file__).parents[2] / "examples" / "deploy" / "kubernetes"
 OF_IMAGE = ["--host", "0.0.0.0", "--port", "8000", "--log-format", "json"]

@@ -221,7 +221,7 @@ def test_the_command_can_be_ended_while_the_model_loads() -> None:
 
 
 @pytest.mark.thorough
-def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Path) -> None:
+def test_two_replicas_are_served_as_one_and_reloaded_on_a_signal(tmp_path: Path) -> None:
     model = shutil.copytree(DEMO_MODEL, tmp_path / "mine")
     record = tmp_path / "steps.jsonl"
     options = ("--no-ui", "--replicas", "2", "--routing", "round-robin", "--num-blocks", "200", "--record", str(record))
@@ -251,7 +251,7 @@ def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Pa
             assert f'inflight:engine_requests_total{{engine="{number}",model_name="mine"}} 2.0' in metrics
             assert f'vllm:cache_config_info{{block_size="16",enable_prefix_caching="True",engine="{number}"' in metrics
         process.send_signal(signal.SIGUSR1)
-        wait_for("was loaded anew")
+        wait_for("was reloaded")
         texts |= {ask() for _ in range(4)}
         assert len(texts) == 1
         (model / "model.safetensors").write_bytes(b"cut short")
@@ -263,3 +263,14 @@ def test_two_replicas_are_served_as_one_and_loaded_anew_on_a_signal(tmp_path: Pa
         assert process.wait(60) == 0
     for number in range(2):  # each engine's own, of its second start
         assert len(list(read_recording(record.with_name(f"steps-{number}.jsonl")).arrivals)) == 4
+
+
+def test_what_runs_before_the_engine_starts_imports_no_server() -> None:
+    """The server is imported while the engine's process loads the model."""
+    code = """
+import sys
+import inflight.cli.serve, inflight.server.operations.listener, inflight.server.operations.logs
+print({"fastapi", "uvicorn", "pydantic", "transformers"} & set(sys.modules))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    assert done.stdout == "set()\n", done.stderr

@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from inflight import SamplingParams
+from tests.server.chat_format.scripted import prompt_of, say, scripted_server
 from tests.server.serving import HELLO, RunningServer
-from tests.server.tools.scripted import prompt_of, say, scripted_server
 
 ASK: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": HELLO, "max_tokens": 2},

@@ -11,9 +11,9 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
 from inflight import AsyncLLM
 from inflight.demo_model import DEMO_MODEL
+from tests.server.chat_format.scripted import CALL, ROME, TOOLS, Weather, cut_by_chance, prompt_of, say, scripted_server
+from tests.server.chat_format.test_messages_tools import TOOLS as ANTHROPIC_TOOLS
 from tests.server.serving import HELLO, RunningServer
-from tests.server.tools.scripted import CALL, ROME, TOOLS, Weather, cut_by_chance, prompt_of, say, scripted_server
-from tests.server.tools.test_messages_tools import TOOLS as ANTHROPIC_TOOLS
 
 TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }} answer in <tool_call>{% endif %}\
 {% for message in messages %}<|im_start|>{{ message.role }}

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from itertools import islice
@@ -24,9 +24,6 @@ from inflight.batches.group_commit import GroupCommit
 from inflight.batches.ledger import Ledger, Work
 from inflight.batches.request_lines import RequestLine, read_lines
 from inflight.batches.result_lines import Result, result_of_answer
-
-ENDPOINTS = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/embeddings")
-"""What a request may name as its `url`."""
 
 LINES_AT_ONCE = 4096
 """Lines of a job that are read and added to the ledger in one transaction."""
@@ -68,6 +65,7 @@ class Worker:
 
     Args:
         max_in_work: the most requests in work at once.
+        urls: what a request may name as its `url`.
         see: called with a job when it is taken up, and each time that something of it has changed.
         clock: gives the seconds of Unix time.
     """
@@ -78,11 +76,12 @@ class Worker:
         files: Files,
         answerer: Answerer,
         max_in_work: int,
+        urls: Sequence[str],
         observe: Callable[[Batch], None] = lambda _: None,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._ledger, self._files, self._answerer = ledger, files, answerer
-        self._max_in_work, self._observe, self._clock = max_in_work, observe, clock
+        self._max_in_work, self._urls, self._observe, self._clock = max_in_work, urls, observe, clock
         self._news = asyncio.Event()
         self._answering: tuple[str, asyncio.Task[None]] | None = None
 
@@ -152,7 +151,7 @@ class Worker:
         await asyncio.to_thread(self._ledger.remove_lines, batch.id)  # an earlier validation may have been interrupted
         errors: list[LineError] = []
         num_lines = 0
-        urls = ENDPOINTS if batch.endpoint is None else (batch.endpoint,)
+        urls = self._urls if batch.endpoint is None else (batch.endpoint,)
         try:
             file = self._files.path_of(batch.input_file_id).open("rb")
         except FileNotFoundError:

@@ -208,6 +208,7 @@ async def _work(
     from inflight.observe.progress import ProgressBar, seconds_between_drawings
     from inflight.server.app import create_app
     from inflight.server.batches.answering import AppAnswerer
+    from inflight.server.endpoints import BATCH_LINES
 
     bar: ProgressBar | None = None
 
@@ -224,7 +225,7 @@ async def _work(
         job = now
 
     app = create_app(llm, settings)
-    worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, observe)
+    worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, BATCH_LINES, observe)
     try:
         async with app.router.lifespan_context(app):
             spare_what_stays()

@@ -24,9 +24,8 @@ from inflight.cli.options import (
 )
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
-from inflight.server.answers.call_format import CALL_FORMATS
-from inflight.server.operations.api_keys import KEYS_VARIABLE
-from inflight.server.operations.settings import OperatorSettings
+from inflight.server.chat_format.families import CALL_FORMATS
+from inflight.server.operations.settings import KEYS_VARIABLE, OperatorSettings
 from inflight.server.serving.settings import ServerSettings
 
 if TYPE_CHECKING:

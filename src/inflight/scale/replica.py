@@ -17,9 +17,9 @@ from inflight.scale.autoscaling import reported
 from inflight.scale.forwarding import ForwardedRequest
 from inflight.scale.settings import AppSettings
 from inflight.server.app import create_app
-from inflight.server.operations.api_keys import KEYS_VARIABLE
+from inflight.server.batches.answering import answered
+from inflight.server.operations.settings import KEYS_VARIABLE
 from inflight.server.operations.stack import Operations
-from inflight.server.wire.without_socket import answered
 
 
 class EngineReplica:

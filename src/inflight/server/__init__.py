@@ -1,5 +1,5 @@
 """The HTTP server: OpenAI's API and Anthropic's Messages API over `AsyncLLM`.
 
-`app` puts it together. An endpoint's request module defines what it accepts, its own module what it answers. All
-endpoints generate through `generation`, stream through `event_stream` and report errors through `api_errors`.
+`endpoints` lists what it answers, `app` puts it together. A chat goes through `serving.chat`, whatever its API;
+`chat_format` knows how the model's family writes and reads it; all endpoints generate through `serving.generation`.
 """

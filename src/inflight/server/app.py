@@ -11,38 +11,26 @@ import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.async_llm import AsyncLLM
 from inflight.batches.worker import Answerer
-from inflight.server.anthropic import endpoint as anthropic_messages
-from inflight.server.anthropic import errors as anthropic_errors
-from inflight.server.batches import batches_endpoint, files_endpoint
+from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs
-from inflight.server.openai import adapters, chat, completions, tokenization
-from inflight.server.pooling import embeddings, labels, scores
-from inflight.server.responses import endpoint as responses
+from inflight.server.endpoints import BATCH_LINES, Endpoint, add_endpoints, errors_of_path
 from inflight.server.responses.store import ResponseStore
-from inflight.server.serving import status
 from inflight.server.serving.observer import RequestObserver
-from inflight.server.serving.readiness import keep_running
 from inflight.server.serving.service import Service
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import add_error_handlers
+from inflight.server.wire.json_route import JsonRoute
 
 logger = logging.getLogger("inflight.server")
 
-ENDPOINTS = (completions, chat, responses, embeddings)
-"""Those that lines of batch files may name, and more."""
-
-OF_A_MODEL = (*ENDPOINTS, anthropic_messages, tokenization, scores, labels)
-"""Those that a model answers."""
-
-OF_FILES = (files_endpoint, batches_endpoint)
+SECONDS_BETWEEN_LOOKS = 0.5
 
 IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits when one of a batch job gives its slot back."""
@@ -72,7 +60,7 @@ def create_app(
         logger.info("loading %s", settings.model_name)
         if llm.tokenizer is not None:
             llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
-        keeper = asyncio.create_task(keep_running(llm, on_loss))
+        keeper = asyncio.create_task(_keep_running(llm, on_loss))
         if jobs is not None:
             jobs.start()
         try:
@@ -84,7 +72,7 @@ def create_app(
             await llm.stop()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    _add_endpoints(app, Service(llm, settings, observer, int(time.time())), *OF_A_MODEL, adapters, *OF_FILES, status)
+    _set_up(app, Service(llm, settings, observer, int(time.time())), lambda _: True)
     jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, Path(settings.batch_dir), observer)
     app.state.batch_jobs = jobs
     return app
@@ -94,7 +82,7 @@ def background_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Return the application that answers requests of batch jobs."""
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
-    _add_endpoints(background, service, *ENDPOINTS)
+    _set_up(background, service, lambda endpoint: endpoint.is_batch_line)
     return background
 
 
@@ -106,15 +94,31 @@ def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer:
 def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: RequestObserver | None) -> BatchJobs:
     """Return the jobs in a folder. Raises `ValueError` if it cannot be used, or another process has it."""
     try:
-        return BatchJobs(folder, answerer, max_in_work, (observer or RequestObserver()).saw_batch)
+        return BatchJobs(folder, answerer, max_in_work, (observer or RequestObserver()).batch_changed, BATCH_LINES)
     except OSError as error:
         raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
 
 
-def _add_endpoints(app: FastAPI, service: Service, *modules: ModuleType) -> None:
-    app.state.service, app.state.settings = service, service.settings
-    app.state.is_strict = service.settings.strict
+def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool]) -> None:
+    app.state.service = app.state.catalog = service
+    app.state.settings, app.state.is_strict = service.settings, service.settings.strict
     app.state.responses = ResponseStore()
-    for module in modules:
-        app.include_router(module.router)
-    add_error_handlers(app, {anthropic_errors.PATH: anthropic_errors.answer})
+    add_endpoints(app, lambda endpoint: JsonRoute if has(endpoint) else None)
+    add_error_handlers(app, errors_of_path)
+
+
+async def _keep_running(llm: AsyncLLM, on_loss: Callable[[Exception], None]) -> None:
+    """Start the engine, and restart it whenever it has died, until cancelled, or until it cannot be started any more.
+
+    Args:
+        on_loss: called then, with the reason.
+    """
+    while True:
+        try:
+            await llm.start()
+        except (EngineGivenUpError, ModelError) as error:
+            on_loss(error)
+            return
+        except EngineDeadError:
+            pass  # requests and /health report it, and the next start waits as long as it should
+        await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

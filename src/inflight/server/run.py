@@ -13,8 +13,6 @@ from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
-from starlette.requests import Request
-from starlette.responses import Response
 
 from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
@@ -26,10 +24,8 @@ from inflight.server.live.view import LiveView
 from inflight.server.models.loading import LivePage
 from inflight.server.models.served import ServedModels
 from inflight.server.models.settings import PoolSettings
-from inflight.server.operations.heads import limited_to
-from inflight.server.operations.lifecycle import Drain, DrainingServer
-from inflight.server.operations.model_reload import ModelReload
-from inflight.server.operations.open_files import allow_many_open_files
+from inflight.server.operations.connections import allow_many_open_files, limited_to
+from inflight.server.operations.lifecycle import Drain, DrainingServer, ModelReload
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import Operations, Surroundings
 from inflight.server.serving.settings import ServerSettings
@@ -46,7 +42,7 @@ def serve_until_told(
     environment_keys: str | None = None,
     record_to: RecordTo | None = None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. SIGHUP reads API keys anew, SIGUSR1 loads the model anew.
+    """Serve until SIGTERM or SIGINT. SIGHUP rereads the API keys, SIGUSR1 reloads the model.
 
     Args:
         listener: a listening socket; see `operations.listener`.
@@ -92,7 +88,7 @@ def serve_until_told(
     app = create_app(llm, settings, operations, end)
     if view is not None:
         add_live_page(app, view)
-    _add_metrics(app, operations.metrics.endpoint)
+    app.state.metrics = operations.metrics.endpoint
 
     async def start() -> None:
         await llm.start()
@@ -118,8 +114,8 @@ def serve_models_until_told(
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
 ) -> None:
-    """Serve several models until SIGTERM or SIGINT, each loaded when it is first asked for. SIGHUP reads API keys anew,
-    SIGUSR1 loads those anew that are loaded.
+    """Serve several models until SIGTERM or SIGINT, each loaded when it is first asked for. SIGHUP rereads the API
+    keys, SIGUSR1 reloads the models that are loaded.
 
     Args:
         options: those of each engine, as `AsyncLLM` takes them.
@@ -136,17 +132,12 @@ def serve_models_until_told(
     for name, observers in served.observers.items():
         observers += [surroundings.access_log, *surroundings.traces(name)]
     app = served.make_app()
-    _add_metrics(app, served.metrics.endpoint)
+    app.state.metrics = served.metrics.endpoint
 
     async def start() -> None:
         tell_ready()
 
     _run(app, surroundings, ModelReload(served), listener, start)
-
-
-def _add_metrics(app: FastAPI, endpoint: Callable[[Request], Awaitable[Response]]) -> None:
-    app.add_api_route("/metrics", endpoint, summary="Metrics for Prometheus.")
-    app.add_api_route("/metrics", endpoint, methods=["HEAD"], include_in_schema=False)
 
 
 def _run(

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from inflight.server.operations.batch_metrics import BatchMetrics
+from inflight.server.operations.collectors import BatchMetrics
 from tests.server.batches.jobs import CHAT, COMPLETION, RESPONSES, begin, content_of, finished, line, read
 from tests.server.serving import HELLO, RunningServer
 
@@ -143,7 +143,7 @@ def test_the_operator_is_told_how_many_are_answered_and_left(jobs_server: Runnin
     metrics = BatchMetrics("tiny", registry)
     for batch in jobs_server.observer.batches:
         if batch.id == now.id:
-            metrics.observe(batch)
+            metrics.update(batch)
             left.append(registry.get_sample_value("inflight:batch_requests_left", {"model_name": "tiny"}))
     for outcome in ("completed", "failed"):
         labels = {"model_name": "tiny", "outcome": outcome}

@@ -7,8 +7,7 @@ import pytest
 
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.server.live.history import NUM_PIECES, SECONDS, LoadHistory
-from inflight.server.live.latencies import Latencies
+from inflight.server.live.history import NUM_PIECES, SECONDS, Latencies, LoadHistory
 
 
 @dataclass
@@ -24,20 +23,20 @@ def test_percentiles_are_right_within_five_percent() -> None:
     seconds = sorted(rng.lognormvariate(-3, 2) for _ in range(5000))
     latencies = Latencies()
     for each in seconds:
-        latencies.observe(each)
+        latencies.count(each)
     for share in (0.01, 0.5, 0.9, 0.99):
         found = latencies.percentile(share)
         assert found == pytest.approx(seconds[int(share * len(seconds)) - 1], rel=0.06)
     assert Latencies().percentile(0.5) is None
     for extreme in (0.0, 1e-9, 1e9):
-        latencies.observe(extreme)
+        latencies.count(extreme)
 
 
 def test_latencies_of_several_pieces_add_up() -> None:
     whole, parts = Latencies(), [Latencies(), Latencies()]
     for number in range(1, 200):
-        whole.observe(number / 100, number=2)
-        parts[number % 2].observe(number / 100, number=2)
+        whole.count(number / 100, number=2)
+        parts[number % 2].count(number / 100, number=2)
     parts[0].add(parts[1])
     assert parts[0].number == whole.number == 398
     assert parts[0].percentile(0.7) == whole.percentile(0.7)

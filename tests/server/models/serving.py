@@ -89,7 +89,7 @@ class RunningModels:
         for observers in self.served.observers.values():
             observers.append(self.surroundings.access_log)
         self.app = self.served.make_app()
-        self.app.add_api_route("/metrics", self.served.metrics.endpoint)
+        self.app.state.metrics = self.served.metrics.endpoint
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=100)
         self.port = self._listener.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"

@@ -19,8 +19,8 @@ from starlette.routing import Route
 
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.server.operations.access_log import AccessLog
-from inflight.server.operations.logs import JsonLines, TextLines
-from inflight.server.operations.request_ids import RequestIds, current_request_id
+from inflight.server.operations.logs import JsonLines, TextLines, current_request_id
+from inflight.server.operations.middleware import RequestIds
 from tests.coroutines import run
 from tests.server.operations.serving import SmallServer, client_of, serving
 

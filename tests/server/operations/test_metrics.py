@@ -493,12 +493,12 @@ def test_what_is_answered_of_a_batch_job_is_counted_once_and_not_what_an_earlier
     )
 
     def samples_after(**changed: Any) -> list[float]:
-        operations.saw_batch(replace(job, num_lines=9, **changed))
+        operations.batch_changed(replace(job, num_lines=9, **changed))
         samples = asyncio.run(scrape(operations.metrics))
         of = "inflight:batch_requests"
         names = (f"{of}_left", f"{of}_total{{outcome=completed}}", f"{of}_total{{outcome=failed}}")
         return [samples[name] for name in names]
 
-    operations.saw_batch(replace(job, num_lines=9, num_completed=3))
+    operations.batch_changed(replace(job, num_lines=9, num_completed=3))
     assert samples_after(num_completed=5, num_failed=1) == [3, 2, 1]
     assert samples_after(num_completed=5, num_failed=4, status="finalizing") == [0, 2, 1]

@@ -10,7 +10,7 @@ from collections import Counter
 from contextlib import AsyncExitStack, closing
 from typing import Any
 
-from inflight.server.operations import heads
+from inflight.server.operations import connections
 from tests.server.operations.serving import connected, read_answer
 from tests.server.under_load.apis import CHAT, COMPLETIONS, ENDLESS, PATHS, PROMPTS, SHORT, Json, question
 from tests.server.under_load.served import KEY, MAX_BODY, MAX_REQUESTS, MAX_SEQS, MAX_WAITING, Served
@@ -103,7 +103,7 @@ class Faults:
     async def send_an_endless_head(self, chance: random.Random, turn: int) -> None:
         async with connected(self.server.url) as (reader, writer):
             head = b"GET /health HTTP/1.1\r\nHost: here\r\nX-Long: "
-            writer.write(head + b"x" * (heads.MAX_HEAD_BYTES + 1 - len(head)))
+            writer.write(head + b"x" * (connections.MAX_HEAD_BYTES + 1 - len(head)))
             assert (await reader.read()).startswith(b"HTTP/1.1 431")
 
     async def send_half(self, chance: random.Random, turn: int) -> None:

@@ -1,114 +1,114 @@
-"""Anthropic's `POST /v1/messages` and `/v1/messages/count_tokens`: decides how they are answered, also as a stream."""
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: decides what answers, streams and errors look like."""
 
 import json
-import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
+from starlette.types import Scope
 
-from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
-from inflight.server.anthropic import errors as anthropic_errors
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
-from inflight.server.openai.usage import size_of_answer
-from inflight.server.serving.answer_form import AnswerForm
-from inflight.server.serving.generation import Generation, generate
-from inflight.server.serving.service import Service, service_of
-from inflight.server.serving.streaming import stream
-from inflight.server.wire.client import attended
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.serving.chat import ChatAnswer, Events, answer_chat
+from inflight.server.serving.service import service_of
+from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.off_loop import off_loop
-from inflight.text.tokenizer import Tokenizer
-
-router = APIRouter(route_class=JsonRoute)
 
 SIGNATURE = "unsigned"
 """Of thoughts. Anthropic's servers sign theirs; clients send a signature back as it is."""
 
 
-@router.post("/v1/messages")
 async def messages(body: MessagesRequest, request: Request) -> Response:
     """Answer a chat, as Anthropic's API does."""
-    service = service_of(request)
-    async with attended(request.receive, service.settings.request_timeout) as client:
-        service.adapter_of(body.model)
-        info = await service.generating_info()
-        prepared = await off_loop(len(await request.body()), lambda: _prepare(body, service, info))
-        if not body.stream:
-            (output,) = await generate(service, prepared.generation, client)
-            return await off_loop(size_of_answer([output]), lambda: _answer(prepared, output))
-    return stream(service, prepared.generation, _Events(prepared), partial(anthropic_errors.event, request=request))
+    return await answer_chat(body, request, _Answer)
 
 
-@router.post("/v1/messages/count_tokens")
 async def count_tokens(body: CountRequest, request: Request) -> Response:
     """Count the tokens of a chat."""
     service = service_of(request)
     service.adapter_of(body.model)
     info = await service.generating_info()
     size = len(await request.body())
-    chat, thinking = body.for_template(), body.wanted_thinking
+    chat, thinking = body.for_template(service.settings), body.wanted_thinking
     written = await off_loop(size, lambda: service.written(chat, info, "messages", thinking))
     return Response(to_json({"input_tokens": len(written.token_ids)}), media_type="application/json")
 
 
-@dataclass(frozen=True, slots=True)
-class _PreparedMessage:
-    """A messages request that is ready to run.
+_TYPES: Mapping[int, str] = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
-    Attributes:
-        form: how thoughts and tool calls are read, if there may be any.
-        shows_thoughts: whether the client wants to see thoughts.
-        head: the fields that the answer begins with.
-    """
-
-    generation: Generation
-    max_tokens: int
-    form: AnswerForm | None
-    shows_thoughts: bool
-    tokenizer: Tokenizer | None
-    head: dict[str, Any]
-
-    def blocks(self) -> Blocks:
-        """What an answer that begins is divided into."""
-        return Blocks(None if self.form is None else self.form.make_reader())
+_TOO_LONG = "prompt is too long"
+"""Anthropic's envelope has no code for it: clients look for these words in the message (Claude Code does, to compact
+its chat)."""
 
 
-def _prepare(body: MessagesRequest, service: Service, info: ModelInfo) -> _PreparedMessage:
-    text, token_ids = service.written(body.for_template(), info, "messages", body.wanted_thinking)
-    form = service.answer_form(body.tool_fields, body.structured_output, text, body.wanted_thinking)
-    options = {} if form is None else form.sampling_options
-    params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
-    prompt = service.fitted(token_ids, info, "messages")
-    message_id = f"msg_{uuid.uuid4().hex}"
-    head = {
-        "id": message_id,
-        "type": "message",
-        "role": "assistant",
-        "model": service.name_of(service.adapter_of(body.model)),
-    }
-    return _PreparedMessage(
-        Generation(message_id, [prompt], params, body.priority or 0, body.cache_salt, service.adapter_of(body.model)),
-        body.max_tokens,
-        form,
-        body.thinking is None or body.thinking.display != "omitted",
-        service.llm.tokenizer,
-        head,
-    )
+class AnthropicErrors(ErrorEnvelope):
+    """Anthropic's envelope. Decides which error type each status gets; `api_errors` decides the message."""
+
+    def body(self, error: ApiError, scope: Scope) -> bytes:
+        kind = _TYPES.get(error.status, "invalid_request_error" if error.status < 500 else "api_error")
+        message = f"{_TOO_LONG}: {error}" if error.code == "context_length_exceeded" else str(error)
+        request_id = scope.get("state", {}).get("request_id")
+        fields = {"type": "error", "error": {"type": kind, "message": message}, "request_id": request_id}
+        return json.dumps(fields).encode()
+
+    def event(self, body: bytes) -> bytes:
+        return b"event: error\ndata: " + body + b"\n\n"
 
 
-def _answer(prepared: _PreparedMessage, output: RequestOutput) -> Response:
-    blocks = prepared.blocks()
-    blocks.feed(output.outputs[0].text, is_last=True)
-    content = [_content(block, prepared.shows_thoughts) for block in blocks.blocks]
-    usage = _usage_of(prepared, output, blocks)
-    answer = {**prepared.head, "content": content, **_ending(prepared, output, blocks), "usage": usage}
-    return Response(to_json(answer), media_type="application/json")
+class _Answer(ChatAnswer[MessagesRequest]):
+    """A message."""
+
+    ID = "msg_"
+
+    @property
+    def head(self) -> dict[str, Any]:
+        """The fields that the answer begins with."""
+        return {"id": self.generation.request_id, "type": "message", "role": "assistant", "model": self.model_name}
+
+    @property
+    def shows_thoughts(self) -> bool:
+        """Whether the client wants to see reasoning."""
+        return self.body.thinking is None or self.body.thinking.display != "omitted"
+
+    def whole(self, output: RequestOutput) -> bytes:
+        blocks = self.new_blocks()
+        blocks.feed(output.outputs[0].text, is_last=True)
+        content = [_content(block, self.shows_thoughts) for block in blocks.blocks]
+        usage = self.usage(output, blocks)
+        return to_json({**self.head, "content": content, **self.ending(output, blocks), "usage": usage})
+
+    def events(self) -> "_Events":
+        return _Events(self)
+
+    def ending(self, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
+        """Return why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
+        (completion,) = output.outputs
+        if completion.finish_reason == "length":
+            is_full = len(completion.token_ids) < self.body.max_tokens
+            return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
+        if isinstance(completion.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
+        return {"stop_reason": "tool_use" if blocks.num_calls else "end_turn", "stop_sequence": None}
+
+    def usage(self, output: RequestOutput, blocks: Blocks) -> dict[str, Any]:
+        """Return `usage` of the whole answer."""
+        num_cached = output.metrics.num_cached_tokens
+        usage = _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids), num_cached)
+        num_thought_tokens = self.num_thought_tokens(blocks)
+        if num_thought_tokens is None:
+            return usage
+        return {**usage, "output_tokens_details": {"thinking_tokens": num_thought_tokens}}
 
 
 def _content(block: Block, shows_thoughts: bool) -> dict[str, Any]:
@@ -124,25 +124,6 @@ def _content(block: Block, shows_thoughts: bool) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": arguments}
 
 
-def _ending(prepared: _PreparedMessage, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
-    """Return why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
-    (completion,) = output.outputs
-    if completion.finish_reason == "length":
-        is_full = len(completion.token_ids) < prepared.max_tokens
-        return {"stop_reason": "model_context_window_exceeded" if is_full else "max_tokens", "stop_sequence": None}
-    if isinstance(completion.stop_reason, str):
-        return {"stop_reason": "stop_sequence", "stop_sequence": completion.stop_reason}
-    return {"stop_reason": "tool_use" if blocks.has_calls else "end_turn", "stop_sequence": None}
-
-
-def _usage_of(prepared: _PreparedMessage, output: RequestOutput, blocks: Blocks) -> dict[str, Any]:
-    num_cached = output.metrics.num_cached_tokens
-    usage = _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids), num_cached)
-    if prepared.form is None or prepared.tokenizer is None:
-        return usage
-    return {**usage, "output_tokens_details": {"thinking_tokens": blocks.num_thought_tokens(prepared.tokenizer)}}
-
-
 def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
     """Return `usage`; prompt tokens found in the prefix cache are counted apart from the prompt's other tokens."""
     return {
@@ -153,15 +134,14 @@ def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, A
     }
 
 
-class _Events:
+class _Events(Events):
     """Writes the events of one answer. (Only the usage at the end is exact: cached tokens are not known before.)"""
 
-    def __init__(self, prepared: _PreparedMessage) -> None:
-        self._prepared = prepared
-        self._blocks = prepared.blocks()
+    def __init__(self, answer: _Answer) -> None:
+        self._answer, self._blocks = answer, answer.new_blocks()
         self._has_begun = False
 
-    def of(self, deltas: list[TextDelta]) -> bytes:
+    def write(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._has_begun else self._begin(len(deltas[0].token_ids))
         self._has_begun = True
         for delta in deltas:
@@ -171,17 +151,17 @@ class _Events:
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         (output,) = outputs
-        usage = _usage_of(self._prepared, output, self._blocks)
+        ending, usage = self._answer.ending(output, self._blocks), self._answer.usage(output, self._blocks)
         return (
             self._ended(len(self._blocks.blocks) - 1)
-            + _event("message_delta", delta=_ending(self._prepared, output, self._blocks), usage=usage)
+            + _event("message_delta", delta=ending, usage=usage)
             + _event("message_stop")
         )
 
     def _begin(self, num_tokens: int) -> bytes:
-        num_prompt = len(self._prepared.generation.prompts[0])
+        num_prompt = len(self._answer.generation.prompts[0])
         nothing_yet: dict[str, Any] = {"content": [], "stop_reason": None, "stop_sequence": None}
-        message = {**self._prepared.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
+        message = {**self._answer.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return _event("message_start", message=message) + _event("ping")
 
     def _grown(self, growth: Growth) -> bytes:
@@ -197,7 +177,7 @@ class _Events:
             case TextBlock():
                 return events + _TEXT % (number, to_json(added)) if added else events
             case ThoughtBlock():
-                shown = added if self._prepared.shows_thoughts else ""
+                shown = added if self._answer.shows_thoughts else ""
                 return events + _delta(number, "thinking_delta", thinking=shown) if shown else events
             case CallBlock():
                 return events + _delta(number, "input_json_delta", partial_json=added)

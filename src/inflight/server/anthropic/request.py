@@ -4,19 +4,27 @@ Decides how blocks and turns become messages that templates know, and how tools 
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.params import MAX_COUNT, SamplingParams
+from inflight.contracts.params import MAX_COUNT
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, TextPart, check_variables, text_of
-from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS, SharedSamplingFields
-from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
-from inflight.server.tools.fields import MAX_TOOLS, FunctionDefinition, FunctionName, NamedTool, Tool, ToolFields
-from inflight.server.tools.in_templates import with_names
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
+from inflight.server.chat_format.tools import (
+    MAX_TOOLS,
+    FunctionDefinition,
+    FunctionName,
+    NamedTool,
+    Tool,
+    ToolFields,
+    with_names,
+)
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, template_variables, text_of
+from inflight.server.openai.sampling_fields import MAX_STOP_STRINGS
+from inflight.server.serving.request_fields import ChatBody, structured
+from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
@@ -31,18 +39,25 @@ class CacheControl(StrictModel):
     ttl: str | None = None
 
 
-class TextBlock(TextPart):
+class Cached(StrictModel):
+    """What may say how long its prefix is kept."""
+
+    cache_control: CacheControl | None = None
+
+
+class TextBlock(Cached):
     """A block of text."""
 
     NOT_SUPPORTED: ClassVar = {"citations": ([],)}
 
-    cache_control: CacheControl | None = None
+    type: Literal["text"]
+    text: str
 
 
 Text = str | Many[Annotated[TextBlock, of_type("parts", "text", has_placeholder=True)]]
 
 
-class ToolUseBlock(StrictModel):
+class ToolUseBlock(Cached):
     """A call that the assistant made in an earlier turn."""
 
     NOT_SUPPORTED: ClassVar = {"caller": ({"type": "direct"},)}
@@ -51,26 +66,23 @@ class ToolUseBlock(StrictModel):
     id: str
     name: str
     input: Any
-    cache_control: CacheControl | None = None
 
 
-class ToolResultBlock(StrictModel):
+class ToolResultBlock(Cached):
     """The result of a tool call. (Templates do not know `is_error`, so the text itself must say so.)"""
 
     type: Literal["tool_result"]
     tool_use_id: str
     content: Text | None = None
     is_error: bool | None = None
-    cache_control: CacheControl | None = None
 
 
-class ThinkingBlock(StrictModel):
+class ThinkingBlock(Cached):
     """What the assistant thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str | None = None
-    cache_control: CacheControl | None = None
 
 
 Block = Annotated[
@@ -89,7 +101,7 @@ BLOCKS_OF = {
 """The blocks that messages of each role may contain."""
 
 
-NO_SECRETS = leaving_out("content", lambda kind: kind == "redacted_thinking")
+NO_SECRETS = leaving_out("content", only=["redacted_thinking"])
 """What another model has thought in an earlier turn, in a form that only its provider can read."""
 
 
@@ -137,7 +149,7 @@ def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return merged
 
 
-class MessagesTool(StrictModel):
+class MessagesTool(Cached):
     """A function that the client provides.
 
     Attributes:
@@ -158,7 +170,6 @@ class MessagesTool(StrictModel):
     description: str | None = None
     input_schema: dict[str, Any]
     strict: bool | None = None
-    cache_control: CacheControl | None = None
 
     @property
     def tool(self) -> Tool:
@@ -169,7 +180,7 @@ class MessagesTool(StrictModel):
         return Tool(type="function", function=function)
 
 
-NO_OTHER_TOOLS = leaving_out("tools", lambda kind: kind != "custom", absent="custom")
+NO_OTHER_TOOLS = leaving_out("tools", "custom", absent="custom")
 """Tools that Anthropic's servers run, or define, are left out: the model does not learn of them, so it calls none."""
 
 AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
@@ -232,7 +243,7 @@ class ThinkingConfig(StrictModel):
     display: Literal["summarized", "omitted"] | None = None
 
 
-class CountRequest(StrictModel):
+class CountRequest(Cached):
     """The body of a request that only counts its prompt's tokens.
 
     Attributes:
@@ -262,7 +273,6 @@ class CountRequest(StrictModel):
     system: Text | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_TOOLS] | None = None
     tool_choice: ToolChoice | None = None
-    cache_control: CacheControl | None = None
     output_config: OutputConfig | None = None
     thinking: ThinkingConfig | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -293,32 +303,26 @@ class CountRequest(StrictModel):
         """The form that the text must have. Raises `ApiError`."""
         if self.output_config is None or self.output_config.format is None:
             return None
-        try:
-            return StructuredOutput(json_schema=to_json(self.output_config.format["schema"]).decode())
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+        schema = to_json(self.output_config.format["schema"]).decode()
+        return structured("output_config.format", "output_config", json_schema=schema)
 
-    def for_template(self) -> dict[str, Any]:
-        """Return the chat as a prompt of `AsyncLLM`. Consecutive turns of one role are merged; if the last turn is the
-        assistant's, it is left open for the model to continue. Raises `ApiError`."""
+    def for_template(self, settings: ServerSettings) -> dict[str, Any]:
+        """Return the chat as a prompt of `AsyncLLM`, with its tools. Consecutive turns of one role are merged; if the
+        last turn is the assistant's, it is left open for the model to continue. Raises `ApiError`."""
         system = [] if self.system is None else [{"role": "system", "content": text_of(self.system)}]
         turns = (message for i, turn in enumerate(self.messages) for message in turn.for_template(f"messages[{i}]"))
         messages = with_names(_merged([*system, *turns]))
         is_open = bool(messages) and messages[-1]["role"] == "assistant"
         if is_open and messages[-1].get("tool_calls"):
             raise ApiError(400, "messages end with calls; their results must follow", param="messages")
-        tools = [tool.for_template() for tool in self.tool_fields.usable_tools]
         prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
-        if self.chat_template_kwargs:
-            check_variables(self.chat_template_kwargs)
-            prompt["chat_template_kwargs"] = self.chat_template_kwargs
-        return {**prompt, "tools": tools} if tools else prompt
+        return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.told_tools}
 
 
 StopSequence = Annotated[str, Field(min_length=1)]
 
 
-class MessagesRequest(SharedSamplingFields, CountRequest):
+class MessagesRequest(CountRequest, ChatBody):
     """The body of a request.
 
     Attributes:
@@ -330,16 +334,9 @@ class MessagesRequest(SharedSamplingFields, CountRequest):
 
     max_tokens: int
     stop_sequences: Annotated[Many[StopSequence], Field(max_length=MAX_STOP_STRINGS)] | None = None
-    stream: bool | None = None
     metadata: Metadata | None = None
 
-    def sampling_params(self, defaults: SamplingParams, vocab_size: int, **options: Any) -> SamplingParams:
-        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
-        sent = {"min_tokens": 0, **self.sent_options(vocab_size)}
-        if self.stop_sequences:
-            sent["stop"] = self.stop_sequences
-        sent["structured_output"] = self.structured_output
-        try:
-            return replace(defaults, **{**sent, **options}, n=1, max_tokens=self.max_tokens)
-        except ValueError as error:
-            raise ApiError(400, str(error)) from error
+    def sent_options(self, vocab_size: int) -> dict[str, Any]:
+        sent = {"min_tokens": 0, **super().sent_options(vocab_size), "n": 1, "max_tokens": self.max_tokens}
+        stop = {"stop": self.stop_sequences} if self.stop_sequences else {}
+        return {**sent, **stop, "structured_output": self.structured_output}

@@ -5,20 +5,15 @@ import re
 from dataclasses import asdict
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
 
 from inflight.batches.batch import Batch
-from inflight.batches.worker import ENDPOINTS
 from inflight.server.batches.files_endpoint import MAX_SECONDS, file_of, lifetime_of
-from inflight.server.batches.jobs import check_parameters, jobs_of, owner_of
-from inflight.server.batches.page import page_of
+from inflight.server.batches.jobs import check_parameters, jobs_of, owner_of, page_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute
 from inflight.server.wire.strict_model import StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 MAX_METADATA = 16
 UNITS = {"m": 60, "h": 3600, "d": 86_400}
@@ -46,12 +41,11 @@ class BatchRequest(StrictModel):
     output_expires_after: ExpiresAfter | None = None
 
 
-@router.post("/v1/batches")
 async def create(body: BatchRequest, request: Request) -> Response:
     """Begin a job: the requests of a file are answered in the background."""
     jobs = jobs_of(request)
-    if body.endpoint not in ENDPOINTS:
-        listed = ", ".join(map(repr, ENDPOINTS))
+    if body.endpoint not in jobs.urls:
+        listed = ", ".join(map(repr, jobs.urls))
         said = f"endpoint is {body.endpoint[:200]!r}; it must be one of {listed}"
         raise ApiError(400, said, param="endpoint")
     seconds, kept = _seconds(body.completion_window), body.output_expires_after
@@ -73,7 +67,6 @@ async def create(body: BatchRequest, request: Request) -> Response:
     return JSONResponse(_shown(batch))
 
 
-@router.get("/v1/batches")
 async def list_batches(
     request: Request, after: str | None = None, limit: Annotated[int, Query(ge=1, le=100)] = 20
 ) -> Response:
@@ -85,13 +78,11 @@ async def list_batches(
     return JSONResponse({**fields, "data": [_shown(each) for each in shown]})
 
 
-@router.get("/v1/batches/{batch_id}")
 async def retrieve(batch_id: str, request: Request) -> Response:
     """A job, and how far it is."""
     return JSONResponse(_shown(await _batch_of(batch_id, request)))
 
 
-@router.post("/v1/batches/{batch_id}/cancel")
 async def cancel(batch_id: str, request: Request) -> Response:
     """Give up what is not answered; what is answered is in the files of the job."""
     batch = await _batch_of(batch_id, request)

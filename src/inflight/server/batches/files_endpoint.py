@@ -5,17 +5,14 @@ import re
 import sqlite3
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from starlette.responses import FileResponse, JSONResponse, Response
 
 from inflight.batches.files import NewFile, StoredFile
-from inflight.server.batches.jobs import BatchJobs, check_parameters, jobs_of, owner_of
-from inflight.server.batches.page import page_of
+from inflight.server.batches.jobs import BatchJobs, check_parameters, jobs_of, owner_of, page_of
 from inflight.server.batches.upload import Form, receive_form
 from inflight.server.serving.service import settings_of
 from inflight.server.wire.api_errors import ApiError
-
-router = APIRouter()
 
 PURPOSES = ("batch",)
 FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
@@ -40,7 +37,6 @@ UPLOAD = {
 }
 
 
-@router.post("/v1/files", openapi_extra=UPLOAD)
 async def upload(request: Request) -> Response:
     """Store a file of requests for a batch job."""
     jobs, settings = jobs_of(request), settings_of(request)
@@ -60,7 +56,7 @@ async def upload(request: Request) -> Response:
 
 
 def _add(jobs: BatchJobs, new: NewFile, owner: str, name: str, purpose: str, lifetime: int | None) -> StoredFile:
-    """Store a file, even if nobody waits for it any more."""
+    """Store a file, even if its client has left."""
     try:
         return jobs.files.add(new, owner, name, purpose, lifetime)
     except BaseException:
@@ -68,7 +64,6 @@ def _add(jobs: BatchJobs, new: NewFile, owner: str, name: str, purpose: str, lif
         raise
 
 
-@router.get("/v1/files")
 async def list_files(
     request: Request,
     purpose: str | None = None,
@@ -88,20 +83,17 @@ async def list_files(
     return JSONResponse({**fields, "data": [_shown(each) for each in shown]})
 
 
-@router.get("/v1/files/{file_id}")
 async def retrieve(file_id: str, request: Request) -> Response:
     """What is known of a file."""
     return JSONResponse(_shown(await file_of(file_id, request)))
 
 
-@router.get("/v1/files/{file_id}/content")
 async def content(file_id: str, request: Request) -> Response:
     """What is in a file."""
     file, jobs = await file_of(file_id, request), jobs_of(request)
     return FileResponse(jobs.files.path_of(file.id), media_type="application/jsonl")
 
 
-@router.delete("/v1/files/{file_id}")
 async def delete(file_id: str, request: Request) -> Response:
     """Delete a file."""
     file, jobs = await file_of(file_id, request), jobs_of(request)

@@ -2,10 +2,10 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 
@@ -26,22 +26,26 @@ class BatchJobs:
         answerer: answers the requests of jobs.
         max_in_work: the most of them in work at once.
         see: called with a job each time that something of it has changed.
+        urls: the paths that lines may name.
 
     Raises:
         OSError: the folder cannot be used, or another process has it.
     """
 
-    def __init__(self, folder: Path, answerer: Answerer, max_in_work: int, observe: Callable[[Batch], None]) -> None:
+    def __init__(
+        self, folder: Path, answerer: Answerer, max_in_work: int, observe: Callable[[Batch], None], urls: Sequence[str]
+    ) -> None:
+        self.urls = urls
         self._database = Database(folder.expanduser())
         self.files = Files(self._database)
         self.ledger = Ledger(self._database, self.files)
         log = _Log()
 
-        def observe_and_log(batch: Batch) -> None:
+        def report(batch: Batch) -> None:
             log(batch)
             observe(batch)
 
-        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, observe_and_log)
+        self.worker = Worker(self.ledger, self.files, answerer, max_in_work, urls, report)
         self._working: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -87,7 +91,7 @@ def jobs_of(request: Request) -> BatchJobs:
 
 
 def owner_of(request: Request) -> str:
-    """Whom files and jobs of this request belong to: whoever has its API key."""
+    """The owner of the files and jobs of this request: the holder of its API key."""
     state: Mapping[str, Any] = request.scope.get("state", {})
     return str(state.get("owner", ""))
 
@@ -97,3 +101,35 @@ def check_parameters(request: Request, *names: str) -> None:
     for name in request.query_params:
         if name not in names:
             raise ApiError(400, f"there is no parameter {name[:200]!r}; there is {' and '.join(names)}", param=name)
+
+
+class HasId(Protocol):
+    """Whatever can be in a list."""
+
+    @property
+    def id(self) -> str:
+        """Its id."""
+
+
+Item = TypeVar("Item", bound=HasId)
+
+
+def page_of(items: Sequence[Item], after: str | None, limit: int) -> tuple[list[Item], dict[str, Any]]:
+    """Return the items after the one with the id `after`, at most `limit`, and the fields of the list around them.
+
+    Raises `ApiError` if there is no such item.
+    """
+    start = 0
+    if after is not None:
+        places = [place for place, item in enumerate(items) if item.id == after]
+        if not places:
+            raise ApiError(400, f"there is nothing with the id {after[:200]!r} in this list", param="after")
+        start = places[0] + 1
+    shown = list(items[start : start + limit])
+    fields = {
+        "object": "list",
+        "first_id": shown[0].id if shown else None,
+        "last_id": shown[-1].id if shown else None,
+        "has_more": start + limit < len(items),
+    }
+    return shown, fields

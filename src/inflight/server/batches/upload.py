@@ -83,7 +83,7 @@ class _Parts:
     """Takes the parts of a form from the parser.
 
     Attributes:
-        arrived: pieces of the file that nobody has written yet.
+        arrived: pieces of the file that are still to be written.
     """
 
     def __init__(self, file_field: str, max_bytes: int) -> None:

@@ -21,7 +21,7 @@ from inflight.server.wire.json_route import to_json
 logger = logging.getLogger("inflight.server")
 
 INTERVAL = 0.2
-"""Seconds between two messages. With few cores each of them holds up a step: whoever sends, reads and draws it needs a
+"""Seconds between two messages. With few cores each of them holds up a step: sending, reading and drawing it takes a
 core that the engine computes on."""
 
 SECONDS_BETWEEN_SAME = 2.0
@@ -29,7 +29,7 @@ SECONDS_BETWEEN_SAME = 2.0
 
 
 class Broadcast:
-    """What pages are told.
+    """What is sent to pages.
 
     Args:
         record_to: where engines record their steps while a page is open; None: nowhere, or always.

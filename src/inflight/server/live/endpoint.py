@@ -13,12 +13,12 @@ from starlette.staticfiles import StaticFiles
 from starlette.types import Scope
 
 from inflight import __version__
+from inflight.server.endpoints import LIVE_PATHS, PAGE_FILES, PAGE_PATHS
 from inflight.server.live.view import LiveView
 from inflight.server.live.what_if import simulate_recording
-from inflight.server.serving.event_stream import EventStream, Write
 from inflight.server.serving.service import service_of
+from inflight.server.serving.streams import Client, EventStream, Write
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.client import Client
 from inflight.server.wire.json_route import JsonRoute, to_json
 from inflight.server.wire.strict_model import StrictModel
 
@@ -34,7 +34,7 @@ HEADERS = {
     "Cache-Control": "no-cache",  # asked for again each time, and sent only if it has changed
 }
 
-router = APIRouter(route_class=JsonRoute, prefix="/live", tags=["live page"])
+router = APIRouter(route_class=JsonRoute, prefix=LIVE_PATHS, tags=["live page"])
 
 
 def add_live_page(app: FastAPI, view: LiveView) -> None:
@@ -51,9 +51,9 @@ def add_page(app: FastAPI, page: Callable[..., Awaitable[Response]]) -> None:
     Args:
         page: the endpoint that answers with it.
     """
-    for path in ("/", "/docs"):
+    for path in PAGE_PATHS:
         app.add_api_route(path, page, methods=["GET", "HEAD"], include_in_schema=False)
-    app.mount("/ui", _Files(directory=STATIC))
+    app.mount(PAGE_FILES, _Files(directory=STATIC))
 
 
 async def page() -> Response:

@@ -5,11 +5,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
+from math import log
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.server.live.latencies import Latencies
 from inflight.server.serving.observer import EndReason, RequestObserver
 
 SECONDS = 10
@@ -17,12 +17,52 @@ NUM_PIECES = 360
 PERCENTILES = (0.5, 0.9, 0.99)
 
 
+SHORTEST = 1e-5
+"""Seconds; all that is shorter is in the first class."""
+
+GROWTH = log(1.1)
+NUM_CLASSES = 200
+"""The last class begins at half an hour."""
+
+
+class Latencies:
+    """Counts of durations in classes, from which percentiles are read; each class is a tenth wider than the one
+    before it, so a percentile is right to within 5 %."""
+
+    __slots__ = ("_counts", "number")
+
+    def __init__(self) -> None:
+        self._counts: dict[int, int] = {}
+        self.number = 0
+
+    def count(self, seconds: float, number: int = 1) -> None:
+        """Count a duration `number` times."""
+        place = min(int(log(seconds / SHORTEST) / GROWTH), NUM_CLASSES - 1) if seconds > SHORTEST else 0
+        self._counts[place] = self._counts.get(place, 0) + number
+        self.number += number
+
+    def add(self, other: "Latencies") -> None:
+        """Count all that another has counted."""
+        for place, number in other._counts.items():
+            self._counts[place] = self._counts.get(place, 0) + number
+        self.number += other.number
+
+    def percentile(self, share: float) -> float | None:
+        """The duration in seconds that this share of all does not exceed; None: there are none."""
+        left = share * self.number
+        for place in sorted(self._counts):
+            left -= self._counts[place]
+            if left <= 0:
+                return float(SHORTEST * 1.1 ** (place + 0.5))
+        return None
+
+
 @dataclass(slots=True)
 class Piece:
     """Ten seconds.
 
     Attributes:
-        number: so many pieces after the clock's beginning.
+        number: its place since the clock began.
         most_running: the most requests that were running at a time.
         num_failed: requests that ended in an error, or ran out of time.
         to_first_token, between_tokens: of what came in these seconds.
@@ -74,9 +114,9 @@ class LoadHistory(RequestObserver):
         piece = self._pieces[-1] if self._pieces[-1].number == now // SECONDS else self._piece(now)
         piece.num_output_tokens += num_new_tokens
         if last:
-            piece.between_tokens.observe((now - last) * num_sequences / num_new_tokens, num_new_tokens)
+            piece.between_tokens.count((now - last) * num_sequences / num_new_tokens, num_new_tokens)
         else:
-            piece.to_first_token.observe(now - start)
+            piece.to_first_token.count(now - start)
         self._running[request_id] = start, now, num_sequences
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:

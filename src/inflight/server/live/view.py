@@ -12,7 +12,7 @@ from inflight.contracts.record import RecordTo
 from inflight.replicas.looking import recording_of
 from inflight.server.live.broadcast import Broadcast
 from inflight.server.live.history import LoadHistory
-from inflight.server.serving.running import RunningRequest
+from inflight.server.serving.service import RunningRequest
 
 MAX_RECORDED_BYTES = 2**25
 """Of the steps that are recorded while a page is open; two files of this size are kept."""
@@ -25,11 +25,11 @@ class LiveView:
         record_to: where the operator has all steps recorded; None: they are recorded in a temporary folder, while a
             page is open.
         is_ending: whether the server is about to end.
-        shows_texts: whether everybody with a key may see prompts and answers.
+        shows_texts: whether every client with a key may see prompts and answers.
 
     Attributes:
         history: must be one of the server's observers.
-        broadcast: what pages are told.
+        broadcast: what is sent to pages.
         simulating: held by the one simulation that may run.
     """
 

@@ -9,22 +9,22 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from inflight import __version__
-from inflight.server.anthropic import errors as anthropic_errors
-from inflight.server.app import IN_WORK_FOR_EACH_SLOT, OF_A_MODEL, OF_FILES, batch_jobs
-from inflight.server.models import status
-from inflight.server.models.answering import PoolAnswerer
+from inflight.server.app import IN_WORK_FOR_EACH_SLOT, batch_jobs
+from inflight.server.endpoints import Endpoint, add_endpoints, errors_of_path
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import ModelPool
-from inflight.server.models.route import ModelRoute
+from inflight.server.models.route import ModelRoute, PoolAnswerer, chosen
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import add_error_handlers
+from inflight.server.wire.json_route import JsonRoute
 
 
 def create_models_app(
@@ -42,7 +42,7 @@ def create_models_app(
         settings: those of all models.
         responses: what `loads` keep responses in.
         num_slots: how many sequences run at once, for batch jobs.
-        observer: hears of batch jobs.
+        observer: is told about batch jobs.
 
     Raises:
         ValueError: the folder for batch jobs cannot be used, or another process has it.
@@ -60,16 +60,11 @@ def create_models_app(
             await pool.close()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.state.models, app.state.loads, app.state.settings = pool, loads, settings
-    app.state.responses, app.state.start_time = responses, int(time.time())
-    app.state.is_strict = settings.strict
-    for module in OF_A_MODEL:
-        for route in module.router.routes:
-            if isinstance(route, APIRoute):
-                _add(app, route)
-    for other in (*OF_FILES, status):
-        app.include_router(other.router)
-    add_error_handlers(app, {anthropic_errors.PATH: anthropic_errors.answer})
+    app.state.models, app.state.catalog = pool, PoolCatalog(pool, loads)
+    app.state.settings, app.state.is_strict = settings, settings.strict
+    app.state.responses = responses
+    add_endpoints(app, _route_of)
+    add_error_handlers(app, errors_of_path)
     jobs = None
     if settings.batch_dir is not None:
         max_in_work = IN_WORK_FOR_EACH_SLOT * num_slots
@@ -78,13 +73,42 @@ def create_models_app(
     return app
 
 
-def _add(app: FastAPI, route: APIRoute) -> None:
-    """Add an endpoint of models. What is asked for by an id was kept, whichever model made it, and is found here."""
-    is_kept = bool(route.param_convertors)
-    app.router.add_api_route(
-        route.path,
-        route.endpoint,
-        methods=route.methods,
-        include_in_schema=route.include_in_schema,
-        route_class_override=type(route) if is_kept else ModelRoute,
-    )
+def _route_of(endpoint: Endpoint) -> type[APIRoute] | None:
+    """How the server answers: what is asked for by an id was kept, whichever model made it, and is found here."""
+    return {"model": ModelRoute, "server": JsonRoute, "single model": None}[endpoint.answered_by]
+
+
+class PoolCatalog:
+    """The models of a pool and their adapters, which are loaded with their models; see `Catalog`."""
+
+    def __init__(self, pool: ModelPool[ServedModel], loads: Mapping[str, ModelLoad]) -> None:
+        self._pool, self._loads, self._start_time = pool, loads, int(time.time())
+
+    def check_ready(self) -> None:
+        """Return: requests are taken, and their models loaded if they are not."""
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """See `Catalog`; with the state of each."""
+        return [self._card(name) for name in (*self._pool, *self._pool.adapters)]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """See `Catalog`."""
+        chosen(self._pool, name)
+        return self._card(name)
+
+    def _card(self, name: str) -> dict[str, Any]:
+        """Return the card of a model or an adapter. `status` is that of llama.cpp's router."""
+        parent = self._pool.adapters.get(name)
+        entry, load = self._pool.entry(parent or name), self._loads[parent or name]
+        status: dict[str, Any] = {"value": entry.state}
+        if entry.failure is not None:
+            status |= {"failed": True, "error": str(entry.failure.error)}
+        card = {
+            "id": name,
+            "object": "model",
+            "created": self._start_time,
+            "owned_by": "inflight",
+            "parent": parent,
+            "status": status,
+        }
+        return card if load.info is None else {**card, "max_model_len": load.info.max_model_len}

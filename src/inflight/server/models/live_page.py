@@ -13,10 +13,9 @@ from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from inflight.server.live import endpoint
-from inflight.server.models.choice import chosen
 from inflight.server.models.loading import ServedModel
 from inflight.server.models.pool import ModelPool
-from inflight.server.models.route import again, own_scope
+from inflight.server.models.route import again, chosen, own_scope
 from inflight.server.wire.api_errors import ApiError
 
 

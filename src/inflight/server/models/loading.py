@@ -48,7 +48,7 @@ class LivePage:
 
     Attributes:
         is_ending: whether the server is about to end.
-        shows_texts: whether everybody with a key may see prompts and answers.
+        shows_texts: whether every client with a key may see prompts and answers.
     """
 
     is_ending: Callable[[], bool]
@@ -66,7 +66,7 @@ class ModelLoad:
 
     Attributes:
         info: what the last load has found out; None: there was none.
-        observer: hears of its requests.
+        observer: is told about its requests.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class ModelLoad:
         finally:
             self._llm, self._num_earlier_crashes = None, self.num_crashes
             await llm.stop()
-            # A tokenizer may be large, and is in the application's cycles: collect them once nobody holds it any more.
+            # A tokenizer may be large, and is in the application's cycles: collect them once it is unreferenced.
             asyncio.get_running_loop().call_soon(gc.collect)
 
     @asynccontextmanager
@@ -139,7 +139,7 @@ class ModelLoad:
 
 
 async def _made(make: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Begin to start an engine, beside the event loop; if nobody waits for it any more, stop it again."""
+    """Begin to start an engine, beside the event loop; if the waiter is cancelled, stop it again."""
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
         return await asyncio.shield(making)

@@ -13,7 +13,7 @@ from inflight.gguf.parts import parts_of
 from inflight.machine import usable_memory
 
 PEAK_OF_LOADING = 1.6
-"""While a model is loaded, it takes so many times its weights."""
+"""The peak while a model is loaded, as a multiple of its weights."""
 
 BYTES_OF_PROCESS = 2**29
 """Torch, Python and kernels."""
@@ -23,8 +23,8 @@ WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
 
 
 def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
-    """The memory of one engine's cache, if so many may run at once: unless an option says it, they share what a single
-    one would take. None: it is given in blocks, whose size only the engine knows."""
+    """The memory of one engine's cache in bytes. Unless an option sets it, engines that may run at once share what a
+    single one would take. None: it is given in blocks, whose size only the engine knows."""
     if config.kv_cache_memory is not None or config.num_blocks is not None:
         return config.kv_cache_memory
     return int(usable_memory() * CACHE_SHARE_OF_HOST / num_engines)

@@ -18,11 +18,9 @@ from inflight.batches.batch import Batch
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import Load, ModelPool
 from inflight.server.models.roster import State
-from inflight.server.operations.answered import model_of, run_watched
-from inflight.server.operations.batch_metrics import BatchMetrics
-from inflight.server.operations.exposition import Together
+from inflight.server.operations.collectors import BatchMetrics, Together
 from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
-from inflight.server.operations.middleware import Middleware
+from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import RequestObserver
 
 NO_MODEL = ""
@@ -43,7 +41,7 @@ class PoolMetrics(Middleware, RequestObserver):
         self._http_requests = http_requests(self._registry)
         self._batches = BatchMetrics(NO_MODEL, self._registry)
 
-    def observe(self, pool: ModelPool[ServedModel]) -> None:
+    def watch(self, pool: ModelPool[ServedModel]) -> None:
         """Report what a pool does."""
         self._registry.register(Loads(pool))
 
@@ -63,9 +61,9 @@ class PoolMetrics(Middleware, RequestObserver):
 
         return counted_load
 
-    def saw_batch(self, batch: Batch) -> None:
+    def batch_changed(self, batch: Batch) -> None:
         """See `RequestObserver`."""
-        self._batches.observe(batch)
+        self._batches.update(batch)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""

@@ -34,7 +34,7 @@ class Load(Protocol[M_co]):
     """Loads a model as the block begins, and unloads it as it ends."""
 
     def __call__(self, lose: Callable[[Exception], None]) -> AbstractAsyncContextManager[M_co]:
-        """`lose` is to be called if it is of no use any more."""
+        """`lose` is to be called if it can no longer be used."""
 
 
 class UnavailableError(ModelError):
@@ -81,7 +81,7 @@ class Use(Generic[M]):
         assert self._ticket is not None
         self._pool._leave(self._ticket)
         if self._admitted.done() and not self._admitted.cancelled():
-            self._admitted.exception()  # nobody may have asked
+            self._admitted.exception()  # retrieved, though perhaps no caller asked
 
 
 class ModelPool(Generic[M]):
@@ -90,7 +90,7 @@ class ModelPool(Generic[M]):
     Args:
         loads: for each model, what loads it.
         clock: gives seconds.
-        call_later: calls something in so many seconds, unless it is cancelled; None: the event loop's.
+        call_later: calls something after this many seconds, unless it is cancelled; None: the event loop's.
         adapters: the model of each adapter, by whose name requests may ask for it.
 
     Attributes:
@@ -138,7 +138,7 @@ class ModelPool(Generic[M]):
         return Use(self, name)
 
     async def close(self) -> None:
-        """Unload everything. Whoever waits for a model waits in vain."""
+        """Unload everything. Requests that still wait for a model are never admitted."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
@@ -225,6 +225,6 @@ class ModelPool(Generic[M]):
             self._waiting.pop(ticket).set_exception(told)
 
     def _lose(self, name: str, error: Exception) -> None:
-        logger.error("%s is lost, and is loaded anew when it is asked for: %s", name, error)
+        logger.error("%s is lost; the next request for it loads it again: %s", name, error)
         self._roster.lost(name, error, self._clock())
         self._decide()

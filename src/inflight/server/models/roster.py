@@ -1,9 +1,9 @@
 """`Roster`: decides which models are loaded, which are given up for others, and whose turn it is. Does nothing itself.
 
-Whoever asks for a model stands in one line, the first comer first. A model is loaded if there is room for it; else the
-least recently used one that nobody uses goes first. If all are used, the least recently used one is *closed*: whoever
-asks for it from now on waits, so that it falls idle, and everybody's turn comes. A model that somebody uses is never
-given up. One that cannot be loaded is not tried again for a while, longer each time.
+Requests for models stand in one queue, first come, first served. A model is loaded if there is room for it; else the
+least recently used idle one goes first. If all are in use, the least recently used one is *closed*: requests for it
+wait from now on, so that it falls idle and every request has its turn. A model in use is never given up. One that
+cannot be loaded is not tried again for a while, longer each time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -42,7 +42,7 @@ class Entry:
         num_uses: by how many requests it is used.
         last_use: when the last of them began or ended.
         failure: why it was not loaded the last time; None: it was.
-        is_lost: it is loaded, but of no use any more.
+        is_lost: it is loaded, but can no longer be used.
     """
 
     num_bytes: int
@@ -141,7 +141,7 @@ class Roster:
         return tickets
 
     def lost(self, name: str, error: Exception, now: float) -> None:
-        """A model that is loaded is of no use any more. It is given up when its last request has ended."""
+        """A model that is loaded can no longer be used. It is given up when its last request has ended."""
         entry = self._entries[name]
         entry.is_lost = True
         self._fail(entry, error, now)

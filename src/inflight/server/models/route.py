@@ -1,4 +1,5 @@
-"""`ModelRoute`: hands a request to the application of the model that it names, as soon as that is loaded.
+"""Which model a request asks for, and how that answers: `ModelRoute` hands a client's request to the model's own
+application as soon as that is loaded, `PoolAnswerer` does so for batch jobs.
 
 Decides how a client waits: a stream that waits gets keep-alive comments, and so begins before anything is known about
 its end; an error is then its last event. Any other request is answered when there is an answer. Each of them uses its
@@ -6,31 +7,30 @@ model, from its arrival to the last byte of its answer.
 """
 
 import asyncio
-import json
 import math
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 from fastapi import Request
 from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
 from inflight.contracts.errors import ModelError
-from inflight.server.anthropic import errors as anthropic_errors
-from inflight.server.models.choice import chosen, read_choice
+from inflight.server.batches.answering import AppAnswerer
 from inflight.server.models.loading import ServedModel
 from inflight.server.models.pool import ModelPool, UnavailableError, Use
-from inflight.server.operations.answered import MODEL
-from inflight.server.operations.paths import path_of
-from inflight.server.serving.event_stream import KEEP_ALIVE
+from inflight.server.operations.middleware import MODEL
 from inflight.server.serving.service import settings_of
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.wire.api_errors import ApiError, ClientGoneError
-from inflight.server.wire.client import attended
+from inflight.server.serving.streams import KEEP_ALIVE, attended
+from inflight.server.wire.api_errors import OPENAI_ERRORS, ApiError, ClientGoneError, errors_of
+from inflight.server.wire.json_route import not_json
 from inflight.server.wire.off_loop import off_loop
 
-RESPONSES = "/v1/responses"
+FAILED = 500
+"""The status for a request whose model could not be loaded for it: it is not tried again, as it is after a 503."""
 
 _OF_ASGI = frozenset(
     [
@@ -118,7 +118,7 @@ class _EarlyStream:
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self.has_begun = False
-        self._scope, self._send = scope, send
+        self._scope, self._send, self._errors = scope, send, errors_of(scope)
         self._error: bytearray | None = None  # an answer that is no stream
 
     async def keep_alive(self) -> None:
@@ -142,23 +142,10 @@ class _EarlyStream:
 
     async def fail(self, error: ApiError) -> None:
         """End with an error."""
-        is_anthropic = path_of(self._scope).startswith(anthropic_errors.PATH)
-        await self._end(anthropic_errors.envelope(error, Request(self._scope)) if is_anthropic else error.envelope())
+        await self._end(self._errors.body(error, self._scope))
 
     async def _end(self, error: bytes) -> None:
-        event = error_event(path_of(self._scope), error)
-        await self._send({"type": "http.response.body", "body": event, "more_body": False})
-
-
-def error_event(path: str, envelope: bytes) -> bytes:
-    """Return an error's answer as an event of the API whose path this is."""
-    if path.startswith(anthropic_errors.PATH):
-        return b"event: error\ndata: " + envelope + b"\n\n"
-    if path == RESPONSES:
-        error = json.loads(envelope)["error"]
-        fields = {"type": "error", "code": error["code"], "message": error["message"], "param": error["param"]}
-        return b"event: error\ndata: " + json.dumps({**fields, "sequence_number": 0}).encode() + b"\n\n"
-    return b"data: " + envelope + b"\n\n"
+        await self._send({"type": "http.response.body", "body": self._errors.event(error), "more_body": False})
 
 
 def _answer_to(error: ApiError | ModelError) -> ApiError:
@@ -185,3 +172,65 @@ def again(body: bytes, receive: Receive) -> Receive:
         return {"type": "http.request", "body": body, "more_body": False}
 
     return receive_again
+
+
+class PoolAnswerer:
+    """See `batches.worker.Answerer`."""
+
+    def __init__(self, pool: ModelPool[ServedModel]) -> None:
+        self._pool = pool
+
+    async def wait_until_ready(self) -> None:
+        """Return at once: each request waits for its own model."""
+
+    async def answer(self, url: str, body: bytes) -> tuple[int, bytes]:
+        """See `AppAnswerer.answer`."""
+        try:
+            name, _ = await off_loop(len(body), lambda: read_choice(body))
+            with self._pool.use(chosen(self._pool, name)) as use:
+                model = await use.model()
+                return await AppAnswerer(model.background, model.llm).answer(url, body)
+        except ApiError as error:
+            return error.status, OPENAI_ERRORS.body(error, {})
+        except ModelError as error:
+            answer = ApiError.of(error)
+            return answer.status if isinstance(error, UnavailableError) else FAILED, OPENAI_ERRORS.body(answer, {})
+
+
+class _Wanted(msgspec.Struct):
+    """What a body says about the model and how it wants to be answered; all else is skipped."""
+
+    model: msgspec.Raw = msgspec.Raw(b"null")
+    stream: msgspec.Raw = msgspec.Raw(b"null")
+
+
+def read_choice(body: bytes) -> tuple[object, bool]:
+    """Return a body's `model`, whatever it is, and whether it asks for a stream. Raises `ApiError`."""
+    if not body:
+        raise ApiError(400, "the body is empty; it must be a JSON object")
+    try:
+        wanted = msgspec.json.decode(body, type=_Wanted)
+        return msgspec.json.decode(wanted.model), bytes(wanted.stream) == b"true"
+    except msgspec.ValidationError as error:
+        raise ApiError(400, "the body must be a JSON object") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise not_json(body, error) from error
+
+
+def chosen(pool: ModelPool[Any], name: object) -> str:
+    """Return the name of a request's model, which may have been asked for by its adapter's. Raises `ApiError` if there
+    is none such, or more than one and no choice."""
+    names = list(pool)
+    listed = ", ".join(map(repr, (*names, *pool.adapters)))
+    if name is None:
+        if len(names) == 1:
+            return names[0]
+        message = f"model is missing; this server has {listed}"
+        raise ApiError(400, message, param="model", code="missing_required_parameter")
+    if not isinstance(name, str):
+        raise ApiError(400, f"model is {str(name)[:200]}; it should be a valid string", param="model")
+    name = pool.adapters.get(name, name)
+    if name not in pool:
+        message = f"there is no model {name[:200]!r}; this server has {listed}"
+        raise ApiError(404, message, param="model", code="model_not_found")
+    return name

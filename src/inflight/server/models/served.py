@@ -41,7 +41,7 @@ class ServedModels:
 
     Attributes:
         metrics: of all models, and of what belongs to none.
-        observers: for each model, who hears of its requests; there may be more.
+        observers: for each model, observers of its requests; there may be more.
 
     Raises:
         ValueError: an option is unknown or out of range.
@@ -86,7 +86,7 @@ class ServedModels:
             Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
             adapters=models.adapters,
         )
-        self.metrics.observe(self.pool)
+        self.metrics.watch(self.pool)
 
     def make_app(self) -> FastAPI:
         """Return the application. Raises `ValueError` if the folder for batch jobs cannot be used."""
@@ -101,7 +101,7 @@ class ServedModels:
             await model.service.abort_all()
 
     async def reload_weights(self) -> None:
-        """Load those models anew that are loaded; see `AsyncLLM.reload_weights`."""
+        """Reload the models that are loaded; see `AsyncLLM.reload_weights`."""
         for name in self.pool.loaded():
             with self.pool.use(name) as use:
                 await (await use.model()).llm.reload_weights()
@@ -123,7 +123,7 @@ class _Engines:
 
     @classmethod
     def of(cls, options: Mapping[str, Any], num_loaded: int) -> "_Engines":
-        """Those of one of so many models that may be loaded at once. Raises `ValueError`."""
+        """Those of one model, where this many may be loaded at once. Raises `ValueError`."""
         config = engine_config(_without(NOT_OF_CONFIG, options), "AsyncLLM")
         num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
         cache_bytes = cache_limit(config, num_replicas * num_loaded)

@@ -2,16 +2,13 @@
 
 from typing import ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import PlainTextResponse, Response
 
 from inflight.contracts.errors import AdapterError
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute
 from inflight.server.wire.strict_model import StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 
 class LoadRequest(StrictModel):
@@ -31,7 +28,6 @@ class UnloadRequest(StrictModel):
     lora_name: str
 
 
-@router.post("/v1/load_lora_adapter")
 async def load_adapter(body: LoadRequest, request: Request) -> Response:
     """Load an adapter; from then on it is a model for clients."""
     service = _allowed(request)
@@ -44,7 +40,6 @@ async def load_adapter(body: LoadRequest, request: Request) -> Response:
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
-@router.post("/v1/unload_lora_adapter")
 async def unload_adapter(body: UnloadRequest, request: Request) -> Response:
     """Forget an adapter; requests that have it run to their ends."""
     service = _allowed(request)

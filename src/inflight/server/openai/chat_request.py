@@ -9,11 +9,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from inflight.contracts.params import MAX_COUNT
+from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of
+from inflight.server.chat_format.tools import ToolFields, call_for_template, with_names
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
+from inflight.server.serving.request_fields import ChatBody
 from inflight.server.serving.settings import ServerSettings
-from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
-from inflight.server.tools.fields import ToolFields
-from inflight.server.tools.in_templates import call_for_template, with_names
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel, of_type
 
@@ -143,50 +143,34 @@ class TemplateFields(StrictModel):
         if self.add_generation_prompt and self.continue_final_message:
             message = "add_generation_prompt and continue_final_message are both true; they exclude each other"
             raise ApiError(400, message, param="continue_final_message")
-        check_variables(self.chat_template_kwargs or {})
-        prompt = {
+        variables, begins = template_variables(self.chat_template_kwargs), self.add_generation_prompt
+        return {
             "messages": with_names([each.for_template(f"messages[{i}]") for i, each in enumerate(self.messages)]),
-            "add_generation_prompt": not self.continue_final_message
-            if self.add_generation_prompt is None
-            else self.add_generation_prompt,
+            "add_generation_prompt": not self.continue_final_message if begins is None else begins,
             "continue_final_message": bool(self.continue_final_message),
+            **({} if self.chat_template is None else {"chat_template": self.chat_template}),
+            **variables,
         }
-        if self.chat_template is not None:
-            prompt["chat_template"] = self.chat_template
-        if self.chat_template_kwargs:
-            prompt["chat_template_kwargs"] = self.chat_template_kwargs
-        return prompt
 
 
-TEMPLATE_ARGUMENTS = (
-    "messages",
-    "conversation",
-    "tools",
-    "documents",
-    "chat_template",
-    "add_generation_prompt",
-    "continue_final_message",
-    "tokenize",
-    "padding",
-    "truncation",
-    "max_length",
-    "return_tensors",
-    "return_dict",
-    "return_assistant_tokens_mask",
-    "tokenizer_kwargs",
-)
+TEMPLATE_ARGUMENTS = {
+    *("messages", "conversation", "tools", "documents", "chat_template", "add_generation_prompt", "tokenize"),
+    *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
+    *("return_assistant_tokens_mask", "tokenizer_kwargs"),
+}
 """Names that `chat_template_kwargs` cannot set: they say how the template is applied and are not its variables."""
 
 
-def check_variables(variables: Mapping[str, Any]) -> None:
-    """Raise `ApiError` for names of `chat_template_kwargs` that are not variables."""
-    for name in variables:
+def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return a prompt's part with `chat_template_kwargs`. Raises `ApiError` for names that are no variables."""
+    for name in variables or ():
         if name in TEMPLATE_ARGUMENTS:
             message = f"chat_template_kwargs has {name!r}, which is not a variable of the template"
             raise ApiError(400, message, param="chat_template_kwargs")
+    return {"chat_template_kwargs": variables} if variables else {}
 
 
-class ChatRequest(SamplingFields, ToolFields, TemplateFields):
+class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
     """The body of a request.
 
     Attributes:
@@ -234,10 +218,8 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
     include_reasoning: bool | None = None
 
     @property
-    def thinking(self) -> Thinking:
-        """What the request says about thoughts."""
-        thinking = thinking_of_effort(self.reasoning_effort, "reasoning_effort")
-        return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
+    def wanted_thinking(self) -> Thinking:
+        return thinking_of(self.reasoning_effort, "reasoning_effort", self.thinking_token_budget)
 
     @property
     def predicted_text(self) -> str | None:
@@ -248,21 +230,28 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields):
         return content if isinstance(content, str) else "".join(part.text for part in content)
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+    def tool_fields(self) -> ToolFields:
+        return self
+
+    @property
+    def most_prompt_tokens(self) -> int | None:
+        return self.truncate_prompt_tokens
 
     @property
     def num_logprobs(self) -> int | None:
         """The value of `SamplingParams.logprobs`."""
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    def sent_options(self, vocab_size: int) -> dict[str, Any]:
+        most_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        own = {"max_tokens": most_tokens, "logprobs": self.num_logprobs, "prediction": self.predicted_text}
+        return {**super().sent_options(vocab_size), **own}
+
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """Return the chat as a prompt of `AsyncLLM`, with its tools."""
-        tools = {"tools": [tool.for_template() for tool in self.usable_tools]} if self.usable_tools else {}
-        return super().for_template(settings) | tools
+        return super().for_template(settings) | self.told_tools
 
     def check(self, settings: ServerSettings) -> None:
-        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
+        super().check(settings)
         self.check_limits(top_logprobs=settings.max_logprobs)
         if self.top_logprobs and not self.logprobs:
             raise ApiError(400, "top_logprobs is given, but logprobs is not true", param="top_logprobs")

@@ -1,20 +1,21 @@
-"""The events of OpenAI's streams. What all chunks of an answer have in common is encoded once, so a token costs little.
+"""The events of OpenAI's streams, and `usage`. What all chunks of an answer have in common is encoded once.
 
 Decides where the usage goes. Does not know what a choice looks like.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.openai.sampling_fields import StreamOptions
-from inflight.server.openai.usage import usage, usage_of
-from inflight.server.serving.event_stream import DONE
+from inflight.server.serving.chat import Events
 from inflight.server.wire.json_route import to_json
 
+DONE = b"data: [DONE]\n\n"
 
-class ChunkWriter(ABC):
+
+class ChunkWriter(Events):
     """Writes the chunks of one answer; see `Events`.
 
     Args:
@@ -39,7 +40,7 @@ class ChunkWriter(ABC):
         self._num_tokens = 0
         self._num_left_out = num_left_out
 
-    def of(self, deltas: Sequence[TextDelta]) -> bytes:
+    def write(self, deltas: list[TextDelta]) -> bytes:
         """Return the events for these deltas, whose tokens count from now on."""
         if self._is_usage_continuous:
             self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
@@ -66,3 +67,43 @@ class ChunkWriter(ABC):
             return DONE
         whole = to_json(self.usage_of(outputs))
         return self._head + b'],"usage":' + whole + b"}\n\n" + DONE
+
+
+def usage_of(
+    outputs: Sequence[RequestOutput],
+    num_left_out: int = 0,
+    *,
+    is_predicted: bool = False,
+    num_thought_tokens: int | None = None,
+) -> dict[str, Any]:
+    """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested).
+
+    Args:
+        is_predicted: whether to tell how many tokens were guessed, by a prediction or otherwise, and right or wrong.
+        num_thought_tokens: how many tokens were thoughts, if the model may think.
+    """
+    num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
+    counts = usage(
+        sum(len(output.prompt_token_ids) for output in outputs),
+        num_completion,
+        sum(output.metrics.num_cached_tokens for output in outputs),
+    )
+    details = {}
+    if num_thought_tokens is not None:
+        details["reasoning_tokens"] = num_thought_tokens
+    if is_predicted:
+        num_accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
+        num_rejected = sum(output.metrics.num_guessed_tokens for output in outputs) - num_accepted
+        details["accepted_prediction_tokens"] = num_accepted
+        details["rejected_prediction_tokens"] = num_rejected
+    return counts | ({"completion_tokens_details": details} if details else {})
+
+
+def usage(num_prompt: int, num_completion: int, num_cached: int | None = None) -> dict[str, Any]:
+    """Return `usage` of the given counts; `num_cached`, tokens found in the prefix cache, is known only at the end."""
+    return {
+        "prompt_tokens": num_prompt,
+        "completion_tokens": num_completion,
+        "total_tokens": num_prompt + num_completion,
+        "prompt_tokens_details": None if num_cached is None else {"cached_tokens": num_cached},
+    }

@@ -1,17 +1,18 @@
-"""The request fields that say how tokens are chosen and when a sequence ends, and the `SamplingParams` they make.
+"""The request fields that OpenAI's completions and chats share: how tokens are chosen, and the form of the text.
 
-Completions and chats share them. Names and meanings are OpenAI's where OpenAI has them, else vLLM's.
+Decides which field names that clients know mean the same. The engine decides whether a schema or a grammar can be
+enforced.
 """
 
-import re
-from collections.abc import Mapping
-from dataclasses import fields, replace
-from typing import Annotated, Any, ClassVar
+import json
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, NotRequired
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, with_config
+from typing_extensions import TypedDict
 
-from inflight.contracts.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
-from inflight.server.openai.output_format import OutputFormatFields
+from inflight.contracts.structured_output import StructuredOutput
+from inflight.server.serving.request_fields import OPTIONS, SharedSamplingFields, structured
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel
@@ -19,8 +20,6 @@ from inflight.server.wire.strict_model import Many, StrictModel
 MAX_STOP_STRINGS = 64
 """Every token's text is searched for each of them."""
 
-MAX_STOP_TOKEN_IDS = 4096
-MAX_LOGIT_BIASES = 4096
 MAX_METADATA = 1024
 
 NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
@@ -62,44 +61,96 @@ class StreamOptions(StrictModel):
     continuous_usage_stats: bool | None = None
 
 
-class SharedSamplingFields(StrictModel):
-    """The fields that every API takes: OpenAI's, Anthropic's, vLLM's. Null and absent mean the model's own defaults."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: int | None = None
-    min_p: float | None = None
-    presence_penalty: float | None = None
-    frequency_penalty: float | None = None
-    repetition_penalty: float | None = None
-    logit_bias: Annotated[dict[str, float], Field(max_length=MAX_LOGIT_BIASES)] | None = None
-    bad_words: Annotated[Many[str], Field(max_length=MAX_BAD_WORDS)] | None = None
-    seed: int | None = None
-    min_tokens: int | None = None
-    stop_token_ids: Annotated[Many[int], Field(max_length=MAX_STOP_TOKEN_IDS)] | None = None
-    ignore_eos: bool | None = None
-    include_stop_str_in_output: bool | None = None
-    priority: Annotated[int, Field(ge=-(2**31), lt=2**31)] | None = None
-    cache_salt: str | None = None
-    speculation: bool | None = None
-
-    def sent_options(self, vocab_size: int) -> dict[str, Any]:
-        """Return what was sent, as options of `SamplingParams`. Raises `ApiError`."""
-        sent = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
-        if self.seed is not None:
-            if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
-                raise ApiError(400, f"seed is {self.seed}; it must be an integer of 64 bits", param="seed")
-            sent["seed"] = self.seed & MAX_SEED  # our seeds are unsigned
-        if self.logit_bias:
-            sent["logit_bias"] = _token_biases(self.logit_bias, vocab_size)
-        return sent
+_EXACT = ConfigDict(extra="forbid", strict=True)
+Choice = Annotated[Many[str], Field(min_length=1)]
 
 
-class SamplingFields(SharedSamplingFields, OutputFormatFields):
+# Dicts instead of models, because models have methods `schema` and `json`.
+@with_config(_EXACT)
+class JsonSchema(TypedDict):
+    """A JSON schema as OpenAI wraps it. It is always enforced, whatever `strict` is."""
+
+    schema: dict[str, Any]
+    name: NotRequired[str | None]
+    description: NotRequired[str | None]
+    strict: NotRequired[bool | None]
+
+
+@with_config(_EXACT)
+class StructuredOutputs(TypedDict, total=False):
+    """vLLM's `structured_outputs`; `exact_schema` is ours (see `StructuredOutput`)."""
+
+    json: str | dict[str, Any] | None
+    json_object: bool | None
+    regex: str | None
+    choice: Choice | None
+    grammar: str | None
+    exact_schema: bool | None
+
+
+class ResponseFormat(StrictModel):
+    """OpenAI's `response_format`: any text, any JSON object, or JSON that follows a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def wanted(self) -> tuple[str, Any]:
+        """What the text must be, and the value for that; None: it is free. Raises `ApiError`."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            missing = "has no json_schema" if self.json_schema is None else "has a json_schema, too"
+            message = f"response_format is of type {self.type!r} and {missing}"
+            raise ApiError(400, message, param="response_format")
+        if self.json_schema is not None:
+            return "json", self.json_schema["schema"]
+        return "json_object", True if self.type == "json_object" else None
+
+
+class OutputFormatFields(StrictModel):
+    """The form that the whole text must have.
+
+    Attributes:
+        response_format: OpenAI's field.
+        structured_outputs: vLLM's field.
+        guided_json, guided_regex, guided_choice, guided_grammar: the fields of older versions of vLLM.
+    """
+
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Choice | None = None
+    guided_grammar: str | None = None
+
+    @property
+    def structured_output(self) -> StructuredOutput | None:
+        """The value for `SamplingParams`. Raises `ApiError` if several fields are given or one is invalid."""
+        given = [each for each in self._given() if each[2] is not None and each[2] is not False]
+        if not given:
+            return None
+        if len(given) > 1:
+            message = f"{' and '.join(name for name, *_ in given)} are given; a text can follow only one of them"
+            raise ApiError(400, message, param=given[1][0].partition(".")[0])
+        ((name, kind, value),) = given
+        options: dict[str, Any] = {"json_schema": _text(value)} if kind == "json" else {kind: value}
+        if self.structured_outputs is not None and self.structured_outputs.get("exact_schema"):
+            options["exact_schema"] = name.startswith("structured_outputs.")
+        return structured(name, name.partition(".")[0], **options)
+
+    def _given(self) -> Iterator[tuple[str, str, Any]]:
+        """Yield what each field asks for: its name, what the text must be, and the value for that."""
+        if self.response_format is not None:
+            yield "response_format", *self.response_format.wanted
+        for kind in ("json", "regex", "choice", "grammar"):
+            yield f"guided_{kind}", kind, getattr(self, f"guided_{kind}")
+        for kind, value in (self.structured_outputs or {}).items():
+            if kind != "exact_schema":
+                yield f"structured_outputs.{kind}", kind, value
+
+
+class SamplingFields(OutputFormatFields, SharedSamplingFields):
     """The fields of completions and chats."""
 
-    model: str | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     n: int | None = None
     prompt_logprobs: int | None = None
@@ -114,42 +165,22 @@ class SamplingFields(SharedSamplingFields, OutputFormatFields):
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 
-    def sampling_params(
-        self, defaults: SamplingParams, settings: ServerSettings, vocab_size: int, **options: Any
-    ) -> SamplingParams:
-        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
-        self._check_limits(settings)
+    def sent_options(self, vocab_size: int) -> dict[str, Any]:
         sent = {name: value for name in _OWN if (value := getattr(self, name)) is not None}
-        sent |= self.sent_options(vocab_size)
-        if "structured_output" not in options:
-            sent["structured_output"] = self.structured_output
-        try:
-            return replace(defaults, **{**sent, **options})
-        except ValueError as error:
-            raise ApiError(400, str(error), param=named_in(str(error), type(self))) from error
+        return {**sent, **super().sent_options(vocab_size), "structured_output": self.structured_output}
 
-    def _check_limits(self, settings: ServerSettings) -> None:
+    def check(self, settings: ServerSettings) -> None:
+        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
         self.check_limits(n=settings.max_n, prompt_logprobs=settings.max_logprobs)
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
 
-_CONVERTED = {"logit_bias", "seed", "truncate_prompt_tokens"}
-_OPTIONS = {field.name for field in fields(SamplingParams)} - _CONVERTED
-_SHARED = SharedSamplingFields.model_fields.keys() & _OPTIONS
-_OWN = SamplingFields.model_fields.keys() & _OPTIONS - _SHARED
-"""Fields whose values `SamplingParams` takes as they are."""
+_OWN = SamplingFields.model_fields.keys() & OPTIONS - SharedSamplingFields.model_fields.keys()
 
 
-def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
-    for key in biases:
-        if not re.fullmatch("0|[1-9][0-9]{0,8}", key) or int(key) >= vocab_size:
-            message = f"logit_bias has {key[:100]!r}; its keys must be token ids from 0 to {vocab_size - 1}, as text"
-            raise ApiError(400, message, param="logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
-
-
-def named_in(message: str, owner: type[StrictModel]) -> str | None:
-    """Return the field of a request that a message of `SamplingParams` is about."""
-    match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
-    return match[1] if match and match[1] in owner.model_fields else None
+def _text(schema: str | dict[str, Any]) -> str:
+    try:
+        return schema if isinstance(schema, str) else json.dumps(schema)
+    except RecursionError as error:  # what could be parsed cannot always be written again
+        raise ApiError(400, "the JSON schema is nested too deeply") from error

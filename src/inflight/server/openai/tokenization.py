@@ -2,7 +2,7 @@
 
 from typing import Annotated, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -10,11 +10,9 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.server.openai.chat_request import MAX_MESSAGES, Message, TemplateFields
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import Many, StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 MAX_TOKENS = 2**18
 """Decoding takes 100 ns for each token, and holds the interpreter's lock."""
@@ -51,7 +49,6 @@ class DetokenizeRequest(StrictModel):
     tokens: Many[int]
 
 
-@router.post("/tokenize")
 async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     """The token ids of a text or of a chat."""
     service = service_of(request)
@@ -84,7 +81,6 @@ def _token_ids(body: TokenizeRequest, service: Service, info: ModelInfo) -> list
     return service.token_ids(body.prompt, info, "prompt", add_special_tokens=special)
 
 
-@router.post("/detokenize")
 async def detokenize(body: DetokenizeRequest, request: Request) -> Response:
     """The text of token ids, special tokens included."""
     service = service_of(request)
@@ -105,7 +101,6 @@ def _text(body: DetokenizeRequest, service: Service, info: ModelInfo) -> Respons
     return Response(to_json({"prompt": text}), media_type="application/json")
 
 
-@router.get("/tokenizer_info")
 async def tokenizer_info(request: Request) -> Response:
     """What evaluation harnesses ask about the tokenizer, under the names of its configuration file."""
     inner = service_of(request).tokenizer.inner

@@ -14,10 +14,10 @@ from urllib.parse import quote
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.contracts.outputs import RequestOutput
-from inflight.server.operations.answered import model_of, run_watched
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import is_work, path_of
+from inflight.server.endpoints import is_work
+from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.wire.api_errors import path_of
 
 logger = logging.getLogger("inflight.access")
 

@@ -1,5 +1,5 @@
 """API keys: where they are read from, and which requests are let in. Knows no users or quotas: all keys are equal, and
-whoever has a key owns what was stored with it (`owner` in a request's state).
+the holder of a key owns what was stored with it (`owner` in a request's state).
 
 Comparing a key takes a time that reveals nothing about the valid keys: digests under a secret of this process are
 compared to their end, always all of them, whichever one matches.
@@ -13,12 +13,9 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import needs_no_key, path_of
-from inflight.server.operations.refusals import header_of, refuse
-
-KEYS_VARIABLE = "INFLIGHT_API_KEYS"
-"""The environment variable for keys, separated by commas."""
+from inflight.server.endpoints import needs_no_key
+from inflight.server.operations.middleware import Middleware, header_of, refuse
+from inflight.server.wire.api_errors import ApiError, path_of
 
 
 def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environment: str | None = None) -> list[str]:
@@ -106,15 +103,14 @@ class ApiKeys(Middleware):
             await send({"type": "websocket.close", "code": 1008})
         else:
             message = "the API key is wrong" if key is not None else "an API key is needed"
-            await refuse(
-                scope,
-                send,
+            error = ApiError(
                 401,
                 f"{message}; give one as 'Authorization: Bearer <key>' or 'x-api-key: <key>'",
-                "authentication_error",
-                "invalid_api_key",
-                [(b"www-authenticate", b"Bearer")],
+                kind="authentication_error",
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
             )
+            await refuse(scope, receive, send, error)
 
 
 def _key_of(scope: Scope) -> bytes | None:

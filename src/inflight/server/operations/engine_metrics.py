@@ -13,7 +13,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import STEP_SIZES, EngineStats
 
 ReadStats: TypeAlias = Callable[[float], Awaitable[Mapping[int, EngineStats | None]]]
-"""Asks the engines that are running, and waits so many seconds at most; None: that one has not answered."""
+"""Asks the engines that are running, and waits at most this many seconds; None: that one has not answered."""
 
 ENGINE_COUNTERS = (
     ("vllm:prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted sequences."),

@@ -8,22 +8,26 @@ import asyncio
 import logging
 import signal
 import threading
+import time
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FrameType
+from typing import Protocol
 
 import uvicorn
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import HEALTH_PATH, OPERATOR_PATHS, path_of
-from inflight.server.operations.refusals import refuse, start_answer
+from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.server.endpoints import HEALTH_PATH, OPERATOR_PATHS
+from inflight.server.operations.middleware import Middleware, refuse
+from inflight.server.wire.api_errors import ApiError, path_of
 
 SECONDS_TO_LEAVE = 2
 """How long aborted requests, and after them closed connections, may take to end before they are cut."""
 
-RETRY_AFTER = b"1"
+RETRY = {"Retry-After": "1"}
 """Seconds after which clients should retry: by then another server, or the next one, may answer at the address."""
 
 logger = logging.getLogger("inflight.server")
@@ -91,10 +95,9 @@ class Drain(Middleware):
         elif not self.is_draining:
             await self._serve_inside(app, scope, receive, send)
         elif path == HEALTH_PATH:
-            await start_answer(send, 503, body := b'{"status": "draining"}', [(b"connection", b"close")])
-            await send({"type": "http.response.body", "body": body})
+            await JSONResponse({"status": "draining"}, 503, {"Connection": "close"})(scope, receive, send)
         else:
-            await self._refuse(scope, send)
+            await self._refuse(scope, receive, send)
 
     async def _serve_inside(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         has_begun = False
@@ -114,16 +117,16 @@ class Drain(Middleware):
             if not self._is_over:
                 raise
             if not has_begun:
-                await self._refuse(scope, send)
+                await self._refuse(scope, receive, send)
         finally:
             self._inside.discard(task)
             if not self._inside:
                 self._is_empty.set()
 
-    async def _refuse(self, scope: Scope, send: Send) -> None:
-        message = "the server is shutting down; try again later"
-        headers = [(b"connection", b"close"), (b"retry-after", RETRY_AFTER)]
-        await refuse(scope, send, 503, message, "overloaded_error", "shutting_down", headers)
+    async def _refuse(self, scope: Scope, receive: Receive, send: Send) -> None:
+        message, headers = "the server is shutting down; try again later", {"Connection": "close", **RETRY}
+        error = ApiError(503, message, kind="overloaded_error", code="shutting_down", headers=headers)
+        await refuse(scope, receive, send, error)
 
 
 class DrainingServer(uvicorn.Server):
@@ -179,3 +182,40 @@ class DrainingServer(uvicorn.Server):
                 self._drain.cut()
             self.should_exit |= self._is_in_a_hurry or self._finishing.done()
         return await super().on_tick(counter)
+
+
+class Reloadable(Protocol):
+    """What is served."""
+
+    async def reload_weights(self) -> None:
+        """See `AsyncLLM.reload_weights`."""
+
+
+class ModelReload:
+    """On a signal, reloads the model beside the one that is served, without refusing a request. One reload at a time; a
+    signal that comes meanwhile begins another one afterwards."""
+
+    def __init__(self, llm: Reloadable) -> None:
+        self._llm = llm
+        self._running: asyncio.Task[None] | None = None
+        self._is_asked_again = False
+
+    def begin(self) -> None:
+        """Begin, in the event loop."""
+        if self._running is None or self._running.done():
+            self._running = asyncio.ensure_future(self._run())
+        else:
+            self._is_asked_again = True
+
+    async def _run(self) -> None:
+        while True:
+            self._is_asked_again = False
+            logger.info("reloading the model; it is served when it is ready")
+            start_time = time.monotonic()
+            try:
+                await self._llm.reload_weights()
+                logger.info("the model was reloaded in %.1f s", time.monotonic() - start_time)
+            except (ModelError, EngineDeadError) as error:
+                logger.error("the model cannot be reloaded, so what was served stays: %s", error)
+            if not self._is_asked_again:
+                return

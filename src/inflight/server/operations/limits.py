@@ -12,11 +12,9 @@ from contextlib import suppress
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import is_work, path_of
-from inflight.server.operations.refusals import error_body, header_of, refuse, start_answer
-
-STREAMED_PATHS = frozenset({"/v1/files"})
+from inflight.server.endpoints import STREAMED_PATHS, is_work
+from inflight.server.operations.middleware import Middleware, header_of, refusal, refuse
+from inflight.server.wire.api_errors import ApiError, path_of
 
 SECONDS_FOR_BODY = 30.0
 """How long a client may take to send a request's body."""
@@ -41,7 +39,7 @@ class BodyLimit(Middleware):
         coding = (header_of(scope, b"content-encoding") or b"identity").decode("latin-1")
         if coding.lower() != "identity":
             message = f"the request's Content-Encoding is {coding!r}; bodies are accepted as they are, without any"
-            await refuse(scope, send, 415, message, "invalid_request_error", "unsupported_content_encoding")
+            await refuse(scope, receive, send, ApiError(415, message, code="unsupported_content_encoding"))
             return
         if path_of(scope) in STREAMED_PATHS:
             await app(scope, receive, send)
@@ -55,8 +53,8 @@ class BodyLimit(Middleware):
                 body = await self._body(receive)
         except TimeoutError:
             message = f"the request's body did not arrive within {self._seconds:g} seconds"
-            headers = [(b"connection", b"close")]
-            await refuse(scope, send, 408, message, "invalid_request_error", "request_timeout", headers)
+            error = ApiError(408, message, code="request_timeout", headers={"Connection": "close"})
+            await refuse(scope, receive, send, error)
             return
         if body is None:
             return  # the client left
@@ -90,9 +88,10 @@ class BodyLimit(Middleware):
         """Answer at once, but close only when the client has had time to read: if a connection is closed while the
         client still sends, the client loses what was written to it."""
         message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server accepts"
-        body = error_body(path_of(scope), message, "request_too_large", "request_too_large")
-        await start_answer(send, 413, body, [(b"connection", b"close")])
-        await send({"type": "http.response.body", "body": body, "more_body": True})
+        kind, close = "request_too_large", {"Connection": "close"}
+        answer = refusal(scope, ApiError(413, message, kind=kind, code=kind, headers=close))
+        await send({"type": "http.response.start", "status": answer.status_code, "headers": answer.raw_headers})
+        await send({"type": "http.response.body", "body": answer.body, "more_body": True})
         if (header_of(scope, b"expect") or b"").lower() != b"100-continue":  # otherwise nothing is on its way
             with suppress(TimeoutError):
                 async with asyncio.timeout(SECONDS_TO_READ):
@@ -123,8 +122,9 @@ class ConcurrencyLimit(Middleware):
             message = (
                 f"{self._num_inside} requests are being served, and at most {self._max_requests} may be; try later"
             )
-            headers = [(b"retry-after", str(self._retry_after).encode())]
-            await refuse(scope, send, 429, message, "rate_limit_error", "rate_limit_exceeded", headers)
+            wait = {"Retry-After": str(self._retry_after)}
+            error = ApiError(429, message, kind="rate_limit_error", code="rate_limit_exceeded", headers=wait)
+            await refuse(scope, receive, send, error)
             return
         self._num_inside += 1
         try:

@@ -1,4 +1,7 @@
-"""How log lines are written: as text for people, or as JSON for log collectors. Does not know what is logged."""
+"""How log lines are written: as text for people, or as JSON for log collectors. Does not know what is logged.
+
+Imports nothing of the server, because it is set up before the engine is started.
+"""
 
 import atexit
 import json
@@ -6,12 +9,14 @@ import logging
 import os
 import sys
 import threading
+from contextvars import ContextVar
 from datetime import UTC, datetime
 from typing import TextIO
 
-from inflight.server.operations.request_ids import current_request_id
-
 SECONDS_FOR_LAST_LINES = 2.0
+
+current_request_id: ContextVar[str | None] = ContextVar("current_request_id", default=None)
+"""The id of the HTTP request that is being served in this context."""
 
 printed = logging.getLogger("inflight.printed")
 """What was not logged, but printed: by libraries, by the engine's process, by the interpreter."""

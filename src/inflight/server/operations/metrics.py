@@ -22,14 +22,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.server.operations.adapter_metrics import AdapterMetrics
-from inflight.server.operations.answered import run_watched
-from inflight.server.operations.batch_metrics import BatchMetrics
+from inflight.server.endpoints import OPERATOR_PATHS
+from inflight.server.operations.collectors import AdapterMetrics, BatchMetrics, Together
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
-from inflight.server.operations.exposition import Together
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import OPERATOR_PATHS, path_of
+from inflight.server.operations.middleware import Middleware, run_watched
 from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.wire.api_errors import path_of
 
 SECONDS_FOR_ENGINE = 1.0
 """How long a scrape waits for the engine, which answers between two steps."""
@@ -99,7 +97,7 @@ class Metrics(Middleware, RequestObserver):
         self._batches = BatchMetrics(model_name, self.registry)
 
     def describe_adapters(self, most: int, *, of_several_models: bool = False) -> None:
-        """Report which adapters requests have, of which so many run at once; call it where there may be any."""
+        """Report which adapters requests have; `most` can run at once. Call it where there may be any."""
         model_name = self._model_name if of_several_models else None
         self.registry.register(AdapterMetrics(most, self._adapters, model_name))
 
@@ -191,9 +189,9 @@ class Metrics(Middleware, RequestObserver):
         if output is not None:
             self._observe_output(output)
 
-    def saw_batch(self, batch: Batch) -> None:
+    def batch_changed(self, batch: Batch) -> None:
         """Count what was answered of a batch job."""
-        self._batches.observe(batch)
+        self._batches.update(batch)
 
     def _observe_output(self, output: RequestOutput) -> None:
         lengths = [len(each.token_ids) for each in output.outputs]

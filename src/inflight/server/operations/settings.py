@@ -4,6 +4,9 @@ from dataclasses import dataclass
 
 from inflight.contracts import options
 
+KEYS_VARIABLE = "INFLIGHT_API_KEYS"
+"""The environment variable for API keys, separated by commas."""
+
 LOG_FORMATS = ("text", "json")
 MAX_BODY_SIZE = 32 * 2**20
 """The default limit in bytes. The longest prompts, as token ids in JSON, have a few megabytes."""

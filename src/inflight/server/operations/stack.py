@@ -21,8 +21,7 @@ from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.lifecycle import Drain
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
 from inflight.server.operations.metrics import Metrics
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.request_ids import RequestIds
+from inflight.server.operations.middleware import Middleware, RequestIds
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.tracing import Tracing, exporting_provider
 from inflight.server.serving.observer import Observers, RequestObserver
@@ -70,7 +69,7 @@ class Surroundings:
             self._provider = exporting_provider(settings.traces_endpoint)
 
     def traces(self, model_name: str) -> list[RequestObserver]:
-        """Who must hear of a model's requests, so that there are traces of them; nobody if there are to be none."""
+        """The observers that a model's requests need to be traced; none if traces are off."""
         if self._provider is None:
             return []
         self._tracing = Tracing(model_name, self._provider)  # as a middleware, any will do
@@ -101,7 +100,7 @@ class Surroundings:
     def reload(self) -> None:
         """Read the API keys again. If that fails, those that were valid stay valid. Does not raise."""
         if self._api_keys is None:
-            logger.warning("told to read the API keys again, but this server runs without")
+            logger.warning("asked to reread the API keys, but this server runs without any")
             return
         try:
             keys = self._read_keys()
@@ -124,7 +123,7 @@ class Operations(Surroundings, Observers):
         model_name: the model's name in metrics and traces.
         read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
         count_crashes: see `Metrics`.
-        observers: who else hears of the server's requests.
+        observers: further observers of the server's requests.
         abort_all, environment_keys: see `Surroundings`.
 
     Attributes:

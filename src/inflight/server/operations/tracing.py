@@ -14,10 +14,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from inflight import __version__
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.server.operations.middleware import Middleware
-from inflight.server.operations.paths import path_of
-from inflight.server.operations.refusals import header_of
+from inflight.server.endpoints import operation_of
+from inflight.server.operations.middleware import Middleware, header_of
 from inflight.server.serving.observer import EndReason, RequestObserver
+from inflight.server.wire.api_errors import path_of
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import TracerProvider
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 OPERATION = "inflight.operation"
 """The key in an HTTP request's OpenTelemetry context under which the conventions' operation name is stored."""
-OPERATIONS = {"/v1/completions": "text_completion", "/v1/embeddings": "embeddings"}
-"""The conventions' names of operations; those of other paths are chats."""
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
@@ -118,7 +116,7 @@ class Tracing(Middleware, RequestObserver):
         """See `Middleware`."""
         names = (b"traceparent", b"tracestate")
         carrier = {name.decode(): value.decode("latin-1") for name in names if (value := header_of(scope, name))}
-        operation = OPERATIONS.get(path_of(scope), "chat")
+        operation = operation_of(path_of(scope))
         context = self._contexts.set_value(OPERATION, operation, self._propagator.extract(carrier))
         token = self._contexts.attach(context)
         try:

@@ -4,7 +4,7 @@ import base64
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
@@ -14,11 +14,9 @@ from inflight.contracts.pooling import Values
 from inflight.server.pooling.running import Texts, TruncatePromptTokens, as_list, head, pooled, usage_of
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 BYTES_OF_NUMBER = 20
 """About what a number takes in JSON."""
@@ -54,7 +52,6 @@ class EmbeddingRequest(StrictModel):
     prompt_name: str | None = None
 
 
-@router.post("/v1/embeddings")
 async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     """The vectors of texts."""
     outputs = await _embedded(body, request)
@@ -71,7 +68,6 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
     return await off_loop(_size(outputs), answer)
 
 
-@router.post("/pooling")
 async def pooling(body: EmbeddingRequest, request: Request) -> Response:
     """What the model makes of texts: vectors, or the probabilities of labels."""
     plan = (await service_of(request).model_info()).pooling

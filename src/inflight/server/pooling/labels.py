@@ -2,14 +2,12 @@
 
 from typing import ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from starlette.responses import Response
 
 from inflight.server.pooling.running import Texts, TruncatePromptTokens, as_list, head, pooled, usage_of
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 
 class ClassifyRequest(StrictModel):
@@ -31,7 +29,6 @@ class ClassifyRequest(StrictModel):
     truncate_prompt_tokens: TruncatePromptTokens | None = None
 
 
-@router.post("/classify")
 async def classify(body: ClassifyRequest, request: Request) -> Response:
     """The probabilities of a classifier's labels."""
     texts = as_list(body.input)

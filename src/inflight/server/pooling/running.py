@@ -15,8 +15,8 @@ from inflight.contracts.errors import EngineDeadError, InvalidRequestError, Queu
 from inflight.contracts.params import SamplingParams
 from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import service_of
+from inflight.server.serving.streams import attended
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.client import attended
 from inflight.server.wire.strict_model import Many
 
 Output = TypeVar("Output")

@@ -2,17 +2,15 @@
 
 from typing import Annotated, Any, ClassVar
 
-from fastapi import APIRouter, Request
+from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
 from inflight.contracts.outputs import ScoreOutput
 from inflight.server.pooling.running import TruncatePromptTokens, head, pooled, usage_of
 from inflight.server.serving.service import service_of
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel
-
-router = APIRouter(route_class=JsonRoute)
 
 OF_OTHERS = {"prompt", "stream", "max_tokens", "input", "dimensions", "encoding_format", "task"}
 
@@ -68,9 +66,6 @@ class ScoreRequest(StrictModel):
     instruction: str | None = None
 
 
-@router.post("/v2/rerank", include_in_schema=False)
-@router.post("/rerank", include_in_schema=False)
-@router.post("/v1/rerank")
 async def rerank(body: RerankRequest, request: Request) -> Response:
     """Documents by how well they answer a query, the best first."""
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
@@ -100,8 +95,6 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
     return Response(to_json(answer), media_type="application/json")
 
 
-@router.post("/score", include_in_schema=False)
-@router.post("/v1/score")
 async def score(body: ScoreRequest, request: Request) -> Response:
     """A score for each pair of texts."""
     first, second = ([each] if isinstance(each, str) else each for each in (body.text_1, body.text_2))

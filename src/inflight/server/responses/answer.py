@@ -1,94 +1,208 @@
-"""The response object of `/v1/responses`: decides what it contains while a request runs, after it ended or failed."""
+"""`ResponseAnswer`: a response from its conversation to its end: what the model reads, the response object, the events.
 
+Decides what the object contains while a request runs, after it ended or failed.
+"""
+
+import json
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.answers.blocks import Block, CallBlock, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
-from inflight.server.responses.scored_blocks import ScoredBlocks
-from inflight.server.serving.answer_form import AnswerForm
-from inflight.server.serving.generation import Generation
-from inflight.server.tools.in_templates import call_for_template
-from inflight.server.wire.api_errors import ApiError
+from inflight.server.responses.store import ResponseStore, StoredResponse
+from inflight.server.serving.chat import ChatAnswer, Events
+from inflight.server.serving.service import Service, WrittenChat
+from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
+from inflight.server.wire.json_route import to_json
 from inflight.text.output_text import OutputText
-from inflight.text.tokenizer import Tokenizer
+
+SHARE_FOR_OUTPUT = 4
+"""If turns of a conversation that is too long are left out, enough are to leave 1/`SHARE_FOR_OUTPUT` of the context
+free."""
 
 
-@dataclass(frozen=True, slots=True)
-class PreparedResponse:
-    """A responses request that is ready to run.
+class Scores:
+    """The log-probabilities of the tokens of an answer's texts. A token belongs to the text that grows when, at the
+    latest, the token's own text is certain.
 
     Attributes:
-        chat: the conversation that it continues, without instructions.
-        form: how thoughts and tool calls are read, if there may be any.
-        created_at: seconds of Unix time.
+        of_blocks: those of each text, by the number of its block.
     """
 
-    body: ResponsesRequest
-    generation: Generation
-    chat: Chat
-    tokenizer: Tokenizer | None
-    model_name: str
-    form: AnswerForm | None
-    created_at: int
+    def __init__(self) -> None:
+        self.of_blocks: dict[int, list[dict[str, Any]]] = {}
+        self._pending: list[dict[str, Any]] = []  # of tokens whose text is still to come, or belongs to no text
+        self._is_behind_other = False  # whether reasoning or a call has grown since a text has
 
-    def blocks(self) -> ScoredBlocks:
-        """What an answer that begins is divided into."""
-        return ScoredBlocks(None if self.form is None else self.form.make_reader())
+    def add(self, token_logprobs: list[dict[str, Any]]) -> None:
+        """Take those of the tokens that come now, before their text is fed."""
+        self._pending += token_logprobs
+
+    def taken_by(self, growth: Growth) -> list[dict[str, Any]]:
+        """Return those that belong to what a block has grown by; tokens of reasoning and calls have none."""
+        if not isinstance(growth.block, TextBlock):
+            self._is_behind_other = True
+            return []
+        taken, self._pending = self._pending, []
+        if self._is_behind_other:
+            taken, self._is_behind_other = _last(taken, len(growth.added)), False
+        self.of_blocks.setdefault(growth.number, []).extend(taken)
+        return taken
+
+    def rest(self, blocks: Blocks) -> list[dict[str, Any]]:
+        """Return those of tokens at the end that have no text; they belong to the last block."""
+        last = len(blocks.blocks) - 1
+        return self.taken_by(Growth(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
 
 
-def read_whole(prepared: PreparedResponse, output: RequestOutput) -> ScoredBlocks:
+def _last(token_logprobs: list[dict[str, Any]], num_characters: int) -> list[dict[str, Any]]:
+    """Return those of the last tokens, enough to cover this many characters."""
+    first = len(token_logprobs)
+    while first and num_characters > 0:
+        first -= 1
+        num_characters -= len(token_logprobs[first]["token"])
+    return token_logprobs[first:]
+
+
+class ResponsesErrors(ErrorEnvelope):
+    """OpenAI's envelope; in streams, an event of this API."""
+
+    def event(self, body: bytes) -> bytes:
+        error = json.loads(body)["error"]
+        fields = {"type": "error", "code": error["code"], "message": error["message"], "param": error["param"]}
+        return b"event: error\ndata: " + json.dumps({**fields, "sequence_number": 0}).encode() + b"\n\n"
+
+
+class ResponseAnswer(ChatAnswer[ResponsesRequest]):
+    """A response.
+
+    Args:
+        store: where it is kept; None: nowhere.
+        earlier: the conversation that it continues.
+
+    Attributes:
+        chat: the whole conversation before it, without instructions.
+    """
+
+    ID, PARAM = "resp_", "input"
+
+    def __init__(
+        self, body: ResponsesRequest, service: Service, info: ModelInfo, store: ResponseStore, earlier: Chat
+    ) -> None:
+        self._store, self._kept = (None if body.store is False else store), StoredResponse(b"", ())
+        self.chat = (*earlier, *body.messages)
+        super().__init__(body, service, info)
+
+    def written(self, service: Service, info: ModelInfo) -> tuple[WrittenChat, str | None]:
+        return _prompt(self.body, self.chat, service, info), None
+
+    def whole(self, output: RequestOutput) -> bytes:
+        read, scores = _read_whole(self, output)
+        answer = to_json(_finished(self, output, read, scores))
+        self.remember(answer, read)
+        return answer
+
+    def remember(self, answer: bytes, read: Blocks) -> None:
+        """Take the finished response, in JSON, for `keep`."""
+        self._kept = StoredResponse(answer, (*self.chat, *map(message_of, read.blocks)))
+
+    def keep(self) -> None:
+        if self._store is not None:
+            self._store.put(self.generation.request_id, self._kept)
+
+    def events(self) -> "ResponseEvents":
+        return ResponseEvents(self)
+
+
+def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> WrittenChat:
+    """Return the conversation as the model reads it; if it is too long and `truncation` allows it, its later turns."""
+    system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
+    prompt, whole = body.for_template(service.settings), (*system, *chat)
+
+    def write(messages: Chat) -> WrittenChat:
+        written = {**prompt, "messages": with_names(with_calls_joined(messages))}
+        return service.written(written, info, "input", body.wanted_thinking)
+
+    if body.truncation != "auto":
+        return write(whole)
+    written = _unless_long(write, whole)
+    if written is not None and len(written.token_ids) < info.max_model_len:
+        return written
+    most = info.max_model_len - info.max_model_len // SHARE_FOR_OUTPUT
+    begins = [i for i, message in enumerate(chat) if message["role"] == "user"]
+    first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last turn
+    while first <= last:
+        middle = (first + last) // 2
+        kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
+        whole = (*system, *kept, *chat[begins[middle] :])
+        written = _unless_long(write, whole)
+        if first == last:
+            break
+        fits = written is not None and len(written.token_ids) <= most
+        first, last = (first, middle) if fits else (middle + 1, last)
+    return write(whole) if written is None else written
+
+
+def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenChat | None:
+    """Return the chat; None for one whose text is so long that its tokens need not even be counted."""
+    try:
+        return write(chat)
+    except ApiError as error:
+        if error.code != "context_length_exceeded":
+            raise
+        return None
+
+
+def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, Scores]:
     """Divide a whole answer into blocks: token by token, if log-probabilities are wanted."""
-    blocks, (completion,) = prepared.blocks(), output.outputs
-    if prepared.body.num_logprobs is None or prepared.tokenizer is None:
+    blocks, scores, (completion,) = answer.new_blocks(), Scores(), output.outputs
+    if answer.body.num_logprobs is None or answer.tokenizer is None:
         blocks.feed(completion.text, is_last=True)
-        return blocks
-    text = OutputText.of_request(prepared.tokenizer, output.prompt_token_ids, prepared.generation.params)
-    scores = new_logprobs(prepared, completion)
-    for number, (token_id, score) in enumerate(zip(completion.token_ids, scores, strict=True), 1):
+        return blocks, scores
+    text = OutputText.of_request(answer.tokenizer, output.prompt_token_ids, answer.generation.params)
+    logprobs_of_tokens = new_logprobs(answer, completion)
+    for number, (token_id, logprob) in enumerate(zip(completion.token_ids, logprobs_of_tokens, strict=True), 1):
         is_last = number == len(completion.token_ids)
         ending = (completion.finish_reason, completion.stop_reason) if is_last else (None, None)
-        blocks.observe([score])
+        scores.add([logprob])
         for growth in blocks.feed(text.take_in([token_id], *ending), is_last=is_last):
-            blocks.taken_by(growth)
-    blocks.rest()
-    return blocks
+            scores.taken_by(growth)
+    scores.rest(blocks)
+    return blocks, scores
 
 
-def running(prepared: PreparedResponse) -> dict[str, Any]:
+def running(answer: ResponseAnswer) -> dict[str, Any]:
     """Return the response before it has any output."""
-    return _response(prepared, "in_progress")
+    return _response(answer, "in_progress")
 
 
-def finished(prepared: PreparedResponse, output: RequestOutput, read: ScoredBlocks) -> dict[str, Any]:
+def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: Scores) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut, blocks = completion.finish_reason == "length", read.blocks
-    num_thought_tokens = 0
-    if prepared.form is not None and prepared.tokenizer is not None:
-        num_thought_tokens = read.num_thought_tokens(prepared.tokenizer)
-    items = [item(prepared, block, "completed", read.scores.get(i, ())) for i, block in enumerate(blocks)]
+    items = [item(answer, block, "completed", scores.of_blocks.get(i, ())) for i, block in enumerate(blocks)]
     if is_cut:
         items[-1]["status"] = "incomplete"
     return _response(
-        prepared,
+        answer,
         "incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=_usage_of(output, num_thought_tokens),
+        usage=_usage_of(output, answer.num_thought_tokens(read) or 0),
     )
 
 
-def failed(prepared: PreparedResponse, error: ApiError) -> dict[str, Any]:
+def failed(answer: ResponseAnswer, error: ApiError) -> dict[str, Any]:
     """Return the response after an error in the middle of it."""
     codes = {429: "rate_limit_exceeded"}
     code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
-    return _response(prepared, "failed", error={"code": code, "message": str(error)})
+    return _response(answer, "failed", error={"code": code, "message": str(error)})
 
 
 def item_id(block: Block) -> str:
@@ -98,7 +212,7 @@ def item_id(block: Block) -> str:
 
 
 def item(
-    prepared: PreparedResponse, block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()
+    answer: ResponseAnswer, block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """Return a message, a thought or a tool call as an output item.
 
@@ -109,9 +223,9 @@ def item(
     if isinstance(block, TextBlock):
         return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
     if isinstance(block, ThoughtBlock):
-        encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (prepared.body.include or ()) else {}
+        encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (answer.body.include or ()) else {}
         return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)], **encoded}
-    called = next((each for each in prepared.body.functions if each.tool.function.name == block.name), None)
+    called = next((each for each in answer.body.functions if each.tool.function.name == block.name), None)
     names = (
         {"name": block.name} if called is None else called.model_dump(include={"name", "namespace"}, exclude_none=True)
     )
@@ -138,24 +252,24 @@ def message_of(block: Block) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def new_logprobs(prepared: PreparedResponse, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
+def new_logprobs(answer: ResponseAnswer, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
     """Return the log-probabilities of the new tokens, if requested."""
-    num_top = prepared.body.num_logprobs
+    num_top = answer.body.num_logprobs
     if num_top is None:
         return []
-    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, prepared.tokenizer)
+    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, answer.tokenizer)
 
 
-def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[str, Any]:
+def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
     """Return a response object. Fields that this server does not implement get the value that applies to them."""
-    body, params = prepared.body, prepared.generation.params
+    body, params = answer.body, answer.generation.params
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
     shown_choice = choice if isinstance(choice, str) else choice.model_dump()
     return {
-        "id": prepared.generation.request_id,
+        "id": answer.generation.request_id,
         "object": "response",
-        "created_at": prepared.created_at,
+        "created_at": answer.created_at,
         "status": status,
         "background": False,
         "completed_at": None,
@@ -165,7 +279,7 @@ def _response(prepared: PreparedResponse, status: str, **others: Any) -> dict[st
         "max_output_tokens": body.max_output_tokens,
         "max_tool_calls": None,
         "metadata": body.metadata or {},
-        "model": prepared.model_name,
+        "model": answer.model_name,
         "output": [],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
         "previous_response_id": body.previous_response_id,
@@ -196,3 +310,95 @@ def _usage_of(output: RequestOutput, num_thought_tokens: int) -> dict[str, Any]:
         "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
         "total_tokens": num_input + num_output,
     }
+
+
+class ResponseEvents(Events):
+    """Writes the events of one response, in the order that OpenAI's clients expect. A token costs little to encode."""
+
+    def __init__(self, answer: ResponseAnswer) -> None:
+        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), Scores()
+        self._number = 0
+        self._has_logprobs = True  # whether the latest item may have some
+        self._head = b""  # what each delta event of the latest item begins with
+
+    def write(self, deltas: list[TextDelta]) -> bytes:
+        events = b"" if self._number else self._created()
+        for delta in deltas:
+            self._scores.add(new_logprobs(self._answer, delta))
+            grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
+            events += b"".join(map(self._grown, grown))
+        return events
+
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the last events, which repeat as a whole what was sent in pieces."""
+        rest = self._scores.rest(self._blocks)
+        events = self._added("", rest) if rest else b""
+        response = _finished(self._answer, outputs[0], self._blocks, self._scores)
+        self._answer.remember(to_json(response), self._blocks)
+        self._answer.keep()
+        events += self._ended(response["output"][-1])
+        return events + self._event(f"response.{response['status']}", response=response)
+
+    def failed(self, error: ApiError) -> bytes:
+        begin = b"" if self._number else self._created()
+        return begin + self._event("response.failed", response=failed(self._answer, error))
+
+    def _created(self) -> bytes:
+        response = running(self._answer)
+        created = self._event("response.created", response=response)
+        return created + self._event("response.in_progress", response=response)
+
+    def _grown(self, growth: Growth) -> bytes:
+        """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
+        events, scores = b"", self._scores.taken_by(growth)
+        if growth.is_new:
+            if before := growth.number:
+                block, of_block = self._blocks.blocks[before - 1], self._scores.of_blocks.get(before - 1, ())
+                events = self._ended(item(self._answer, block, "completed", of_block))
+            events += self._begun(growth.number, growth.block)
+        return events + self._added(growth.added, scores) if growth.added else events
+
+    def _begun(self, index: int, block: Block) -> bytes:
+        self._has_logprobs = isinstance(block, TextBlock)
+        place = {"item_id": item_id(block), "output_index": index}
+        nothing: dict[str, Any] = {"arguments": ""} if isinstance(block, CallBlock) else {"content": []}
+        begun = {**item(self._answer, block, "in_progress"), **nothing}
+        events = self._event("response.output_item.added", output_index=index, item=begun)
+        kind = "response.function_call_arguments.delta"
+        if not isinstance(block, CallBlock):
+            place["content_index"] = 0
+            is_thought = isinstance(block, ThoughtBlock)
+            begun_part = thought_part("") if is_thought else part("")
+            events += self._event("response.content_part.added", **place, part=begun_part)
+            kind = f"response.{'reasoning' if is_thought else 'output'}_text.delta"
+        self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
+        return events
+
+    def _added(self, text: str, token_logprobs: list[dict[str, Any]]) -> bytes:
+        """Return the event that adds `text` to the latest item."""
+        logprobs = b',"logprobs":%b' % to_json(token_logprobs) if self._has_logprobs else b""
+        event = self._head + b'"sequence_number":%d,"delta":%b%b}\n\n' % (self._number, to_json(text), logprobs)
+        self._number += 1
+        return event
+
+    def _ended(self, ended: dict[str, Any]) -> bytes:
+        """Return the events that end an item."""
+        index = next(i for i, block in enumerate(self._blocks.blocks) if item_id(block) == ended["id"])
+        place = {"item_id": ended["id"], "output_index": index}
+        if ended["type"] == "function_call":
+            what = {"name": ended["name"], "arguments": ended["arguments"]}
+            events = self._event("response.function_call_arguments.done", **place, **what)
+        else:
+            (text,) = ended["content"]
+            place["content_index"] = 0
+            if ended["type"] == "reasoning":
+                events = self._event("response.reasoning_text.done", **place, text=text["text"])
+            else:
+                events = self._event("response.output_text.done", **place, text=text["text"], logprobs=text["logprobs"])
+            events += self._event("response.content_part.done", **place, part=text)
+        return events + self._event("response.output_item.done", output_index=index, item=ended)
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        data = to_json({"type": kind, "sequence_number": self._number, **fields})
+        self._number += 1
+        return b"event: %b\ndata: %b\n\n" % (kind.encode(), data)

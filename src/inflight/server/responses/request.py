@@ -5,20 +5,16 @@ Decides how items become messages. Knows no template and no earlier responses.
 
 import base64
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
 from inflight.contracts.options import check_integer
-from inflight.contracts.params import MAX_COUNT, SamplingParams
+from inflight.contracts.params import MAX_COUNT
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, text_of
-from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS, SharedSamplingFields, named_in
-from inflight.server.serving.settings import ServerSettings
-from inflight.server.serving.thinking import MAX_EFFORT, Thinking, thinking_of_effort, with_budget
-from inflight.server.tools.fields import (
+from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of
+from inflight.server.chat_format.tools import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
     AllowedTools,
@@ -28,8 +24,12 @@ from inflight.server.tools.fields import (
     NamedTool,
     Tool,
     ToolFields,
+    call_for_template,
 )
-from inflight.server.tools.in_templates import call_for_template
+from inflight.server.openai.chat_request import FIELDS_OF_CHATS, MAX_MESSAGES, template_variables, text_of
+from inflight.server.openai.sampling_fields import MAX_METADATA, MAX_STOP_STRINGS
+from inflight.server.serving.request_fields import ChatBody, structured
+from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
@@ -206,7 +206,7 @@ class NamespaceTool(StrictModel):
         return [each.model_copy(update={"namespace": self.name}) for each in self.tools]
 
 
-NO_OTHER_KINDS = leaving_out("tools", lambda kind: kind not in ("function", "namespace"))
+NO_OTHER_KINDS = leaving_out("tools", "function", "namespace")
 
 AnyTool = Annotated[
     Annotated[FunctionTool, Tag("#function")] | Annotated[NamespaceTool, Tag("#namespace")],
@@ -273,12 +273,9 @@ class TextConfig(StrictModel):
         if (given.get("type") == "json_schema") != (schema is not None):
             message = "text.format must have a schema if it is of type 'json_schema', and only then"
             raise ApiError(400, message, param="text.format")
-        try:
-            if schema is not None:
-                return StructuredOutput(json_schema=to_json(schema).decode())
-            return StructuredOutput(json_object=True) if given.get("type") == "json_object" else None
-        except ValueError as error:
-            raise ApiError(400, f"text.format: {error}", param="text.format") from error
+        if schema is not None:
+            return structured("text.format", "text.format", json_schema=to_json(schema).decode())
+        return StructuredOutput(json_object=True) if given.get("type") == "json_object" else None
 
 
 class StreamOptions(StrictModel):
@@ -314,7 +311,7 @@ class Reasoning(StrictModel):
     effort: Annotated[str, Field(max_length=MAX_EFFORT)] | None = None
 
 
-class ResponsesRequest(SharedSamplingFields):
+class ResponsesRequest(ChatBody):
     """The body of a request.
 
     Attributes:
@@ -351,7 +348,6 @@ class ResponsesRequest(SharedSamplingFields):
     MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
-    model: str | None = None
     input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
     instructions: str | None = None
     previous_response_id: str | None = None
@@ -365,7 +361,6 @@ class ResponsesRequest(SharedSamplingFields):
     top_logprobs: Annotated[int, Field(ge=0)] | None = None
     reasoning: Reasoning | None = None
     text: TextConfig | None = None
-    stream: bool | None = None
     stream_options: StreamOptions | None = None
     store: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None
@@ -385,10 +380,9 @@ class ResponsesRequest(SharedSamplingFields):
         return tuple(message for message in messages if message.keys() - {"role"} != {"content"} or message["content"])
 
     @property
-    def thinking(self) -> Thinking:
-        """What the request says about thoughts."""
-        thinking = thinking_of_effort(None if self.reasoning is None else self.reasoning.effort, "reasoning")
-        return with_budget(thinking, self.thinking_token_budget, "thinking_token_budget")
+    def wanted_thinking(self) -> Thinking:
+        effort = None if self.reasoning is None else self.reasoning.effort
+        return thinking_of(effort, "reasoning", self.thinking_token_budget)
 
     @property
     def functions(self) -> list[FunctionTool]:
@@ -412,7 +406,6 @@ class ResponsesRequest(SharedSamplingFields):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """The form that the text must have. Raises `ApiError`."""
         return None if self.text is None else self.text.structured_output
 
     @property
@@ -421,7 +414,6 @@ class ResponsesRequest(SharedSamplingFields):
         return (self.top_logprobs or 0) if LOGPROBS in (self.include or ()) else None
 
     def check(self, settings: ServerSettings) -> None:
-        """Raise `ApiError` for fields that contradict each other or exceed the operator's limits."""
         self.check_limits(top_logprobs=settings.max_logprobs)
         if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
@@ -429,21 +421,14 @@ class ResponsesRequest(SharedSamplingFields):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
-    def sampling_params(self, defaults: SamplingParams, vocab_size: int, **options: Any) -> SamplingParams:
-        """Return `defaults`, overridden by sent values and then by `options`. Raises `ApiError` if one is refused."""
-        sent = {"min_tokens": 0, **self.sent_options(vocab_size)}
-        if self.stop is not None:
-            sent["stop"] = self.stop
-        sent["structured_output"] = self.structured_output
-        try:
-            if self.max_output_tokens is not None:
-                check_integer("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT)
-            return replace(
-                defaults,
-                **{**sent, **options},
-                n=1,
-                max_tokens=self.max_output_tokens,
-                logprobs=self.num_logprobs,
-            )
-        except ValueError as error:
-            raise ApiError(400, str(error), param=named_in(str(error), type(self))) from error
+    def sent_options(self, vocab_size: int) -> dict[str, Any]:
+        if self.max_output_tokens is not None:
+            check_integer("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT)
+        sent = {"min_tokens": 0, **super().sent_options(vocab_size), "n": 1, "max_tokens": self.max_output_tokens}
+        stop = {} if self.stop is None else {"stop": self.stop}
+        return {**sent, **stop, "logprobs": self.num_logprobs, "structured_output": self.structured_output}
+
+    def for_template(self, settings: ServerSettings) -> dict[str, Any]:
+        """Return how a prompt of `AsyncLLM` is made of a conversation; its messages are still missing."""
+        variables = template_variables(self.chat_template_kwargs)
+        return {"add_generation_prompt": True, **variables, **self.tool_fields.told_tools}

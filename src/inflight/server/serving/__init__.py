@@ -1,1 +1,1 @@
-"""The path from an HTTP request to the engine and back: service, generation, streams, settings and status."""
+"""The path from an HTTP request to the engine and back: chats, generation, streams, settings and status."""

@@ -17,13 +17,15 @@ from inflight.contracts.errors import InvalidRequestError, QueueFullError
 from inflight.contracts.outputs import FinishReason, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.server.serving.observer import EndReason
-from inflight.server.serving.running import RunningRequest
-from inflight.server.serving.service import Service
+from inflight.server.serving.service import RunningRequest, Service
+from inflight.server.serving.streams import Client
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.client import Client
 
 Deliver: TypeAlias = Callable[[list[TextDelta]], Awaitable[None]]
 """Receives new deltas. It may be slow: deltas that arrive in the meantime are delivered together in its next call."""
+
+BYTES_OF_SCORE = 40
+"""About what a log-probability takes in JSON."""
 
 MAX_NUM_HELD = 256
 """Most deltas that are buffered for a client that does not read; beyond that, the streams that make them wait."""
@@ -125,7 +127,7 @@ async def _follow(
             async for delta in deltas:
                 if delta.token_ids:
                     now = time.monotonic()
-                    running.observe(delta, now)
+                    running.add(delta, now)
                     observer.produced(request_id, len(delta.token_ids), now)
                 if delta.output is not None:
                     output = delta.output
@@ -153,3 +155,13 @@ def _refuse_bad_end(reason: FinishReason | None, output: RequestOutput | None) -
         raise ApiError(500, f"the model could not be run on this request: {message}", code="generation_failed")
     if reason == "abort":
         raise ApiError(503, (output and output.error) or "the request was aborted", code="aborted")
+
+
+def size_of_answer(outputs: Sequence[RequestOutput]) -> int:
+    """Return about how many bytes must be gone through to make an answer of these outputs."""
+    size = 0
+    for output in outputs:
+        positions = [output.prompt_logprobs, *(each.logprobs for each in output.outputs)]
+        size += BYTES_OF_SCORE * sum(len(each) * len(each[-1] or ()) for each in positions if each)
+        size += sum(len(each.text) for each in output.outputs)
+    return size

@@ -1,5 +1,5 @@
-"""`RequestObserver`: hears of every request that runs, and of batch jobs, for logs, metrics and traces. Knows neither
-HTTP nor metrics."""
+"""`RequestObserver`: is told about every request that runs, and about batch jobs, for logs, metrics and traces. Knows
+neither HTTP nor metrics."""
 
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
@@ -32,7 +32,7 @@ class RequestObserver:
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
         """The request has ended; `output` is None unless it ran to its end. Called once for each started request."""
 
-    def saw_batch(self, batch: Batch) -> None:
+    def batch_changed(self, batch: Batch) -> None:
         """Something of a batch job has changed."""
 
 
@@ -61,7 +61,7 @@ class Observers(RequestObserver):
         for observer in self.observers:
             observer.finished(request_id, output, reason)
 
-    def saw_batch(self, batch: Batch) -> None:
+    def batch_changed(self, batch: Batch) -> None:
         """Tell all of them."""
         for observer in self.observers:
-            observer.saw_batch(batch)
+            observer.batch_changed(batch)

@@ -4,31 +4,54 @@ Decides which names the model answers to and what fits into its context. Knows n
 """
 
 import asyncio
+import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from fastapi import Request
 
 from inflight.async_llm import AsyncLLM
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.outputs import TextDelta
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.structured_output import StructuredOutput
-from inflight.inputs import Prompt, read_prompt, written_chat
-from inflight.server.answers.answer_template import answer_template_of, chat_template_of
-from inflight.server.serving.answer_form import AnswerForm, answer_form
-from inflight.server.serving.histories import forms_of
+from inflight.inputs import Prompt, read_prompt
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, write_chat
 from inflight.server.serving.observer import RequestObserver
-from inflight.server.serving.running import RunningRequest
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
-from inflight.server.serving.thinking import AS_THE_MODEL_WANTS, Thinking
-from inflight.server.tools.fields import ToolFields
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
 """Most log-probabilities of prompts in one answer, which are about 20 MB of JSON and 200 MB while it is made."""
+
+
+@dataclass(slots=True)
+class RunningRequest:
+    """A request that has gone to the engine and has not ended.
+
+    Attributes:
+        start_time, first_token_time: seconds of `time.monotonic()`.
+        num_tokens: generated so far, by all of its sequences.
+        texts: pieces of each sequence's text; None: they are not kept.
+    """
+
+    prompt_token_ids: Sequence[int]
+    params: SamplingParams
+    priority: int
+    texts: list[list[str]] | None = None
+    start_time: float = field(default_factory=time.monotonic)
+    first_token_time: float | None = None
+    num_tokens: int = 0
+
+    def add(self, delta: TextDelta, now: float) -> None:
+        """More of it has come."""
+        if delta.token_ids and self.first_token_time is None:
+            self.first_token_time = now
+        self.num_tokens += len(delta.token_ids)
+        if self.texts is not None:
+            self.texts[delta.index].append(delta.text)
 
 
 class WrittenChat(NamedTuple):
@@ -87,24 +110,41 @@ class Service:
             raise ApiError(400, message, param="model", code="model_not_supported")
         return info
 
+    def check_ready(self) -> None:
+        """See `Catalog`."""
+        try:
+            if self.llm.is_ready():
+                return
+        except (EngineDeadError, ModelError) as error:
+            raise ApiError.of(error) from error
+        raise ApiError(503, "the engine is loading", code="engine_loading", headers={"Retry-After": "1"})
+
+    async def cards(self) -> list[dict[str, Any]]:
+        """See `Catalog`."""
+        return [await self._card(adapter) for adapter in (None, *self.llm.adapters)]
+
+    async def card(self, name: str) -> dict[str, Any]:
+        """See `Catalog`."""
+        return await self._card(self.adapter_of(name))
+
+    async def _card(self, adapter: str | None) -> dict[str, Any]:
+        info = await self.model_info()
+        return {
+            "id": self.name_of(adapter),
+            "object": "model",
+            "created": self.start_time,
+            "owned_by": "inflight",
+            "root": self.settings.model_name if adapter is None else self.llm.adapters.get(adapter),
+            "parent": None if adapter is None else self.settings.model_name,
+            "max_model_len": info.max_model_len,
+        }
+
     @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ApiError` if it has none."""
         if self.llm.tokenizer is None:
             raise ApiError(400, "this model has no tokenizer; it takes and gives token ids only")
         return self.llm.tokenizer
-
-    def answer_form(
-        self,
-        fields: ToolFields,
-        content: StructuredOutput | None,
-        prompt: str,
-        thinking: Thinking = AS_THE_MODEL_WANTS,
-        chat_template: str | None = None,
-    ) -> AnswerForm | None:
-        """Return how a chat's answers are written and read; None: their text is content as it is. See `answer_form`."""
-        parser_name = self.settings.tool_call_parser
-        return answer_form(fields, content, self.tokenizer, prompt, chat_template, parser_name, thinking)
 
     @property
     def model_names(self) -> tuple[str, ...]:
@@ -150,36 +190,9 @@ class Service:
     def written(
         self, chat: Mapping[str, Any], info: ModelInfo, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
     ) -> WrittenChat:
-        """Return a chat as text and as token ids; see `token_ids`.
-
-        A model that is not to think, and whose chat template cannot be told so, begins with an empty thought. What the
-        request itself tells the chat template counts more than `thinking`. A history that the template refuses is
-        written in the next of `forms_of` that it takes, and said to be.
-        """
-        refusal = None
-        for form, changed in forms_of(chat["messages"]):
-            try:
-                text = self._written_with({**chat, "messages": form}, self.llm.tokenizer, thinking)
-            except InvalidRequestError as error:
-                refusal = refusal or error
-                continue
-            for name in changed:
-                READING.get().ignore(name)
-            return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
-        raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
-
-    def _written_with(self, chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
-        if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
-            return written_chat(chat, tokenizer)
-        template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
-        own, variables = chat.get("chat_template_kwargs", {}), thinking.variables(template)
-        text = written_chat({**chat, "chat_template_kwargs": {**variables, **own}}, tokenizer)
-        known = answer_template_of(tokenizer, template)
-        if variables or thinking.is_wanted is not False or known is None or not known.has_thoughts:
-            return text
-        if (empty := known.empty_thought(text)) is None:
-            raise thinking.refusal()
-        return text + empty
+        """Return a chat as text (see `write_chat`) and as token ids (see `token_ids`)."""
+        text = write_chat(chat, self.llm.tokenizer, param, thinking)
+        return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
         most = self.tokenizer.most_characters(info.max_model_len)

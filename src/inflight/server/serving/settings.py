@@ -6,7 +6,7 @@ from pathlib import Path
 
 from inflight.contracts import options
 from inflight.contracts.params import MAX_LOGPROBS
-from inflight.server.answers.call_format import CALL_FORMATS
+from inflight.server.chat_format.families import CALL_FORMATS
 
 DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""

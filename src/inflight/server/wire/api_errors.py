@@ -12,6 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
+from starlette.types import Scope
 
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
 
@@ -101,47 +102,59 @@ class ApiError(Exception):
         sentence = ", or ".join([*([f"it should be {' or '.join(wanted)}"] if wanted else []), *others])
         return cls(400, f"{where} is {reprlib.repr(first.get('input'))}; {sentence}", param=where)
 
-    def envelope(self) -> bytes:
-        """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
-        error = {"message": str(self), "type": self.kind, "param": self.param, "code": self.code}
-        return json.dumps({"error": error}).encode()
 
-    def response(self) -> Response:
-        return Response(self.envelope(), self.status, self.headers, media_type="application/json")
+class ErrorEnvelope:
+    """How an API writes errors; this is OpenAI's way."""
+
+    def body(self, error: ApiError, scope: Scope) -> bytes:
+        """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
+        fields = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
+        return json.dumps({"error": fields}).encode()
+
+    def event(self, body: bytes) -> bytes:
+        """Return a body as the last event of a stream."""
+        return b"data: " + body + b"\n\n"
+
+    def response(self, error: ApiError, scope: Scope) -> Response:
+        """Return the whole answer."""
+        return Response(self.body(error, scope), error.status, error.headers, media_type="application/json")
+
+
+OPENAI_ERRORS = ErrorEnvelope()
 
 
 class ClientGoneError(Exception):
     """The client no longer waits for the answer."""
 
 
-def add_error_handlers(app: FastAPI, others: Mapping[str, Callable[[ApiError, Request], Response]]) -> None:
-    """Make the application answer every error in one envelope.
+def path_of(scope: Scope) -> str:
+    """The path as the application routes it: without the prefix of a proxy in front of the server."""
+    path: str = scope["path"]
+    return path.removeprefix(scope.get("root_path", ""))
+
+
+def errors_of(scope: Scope) -> ErrorEnvelope:
+    """The envelope of the API that a request is meant for."""
+    envelope: ErrorEnvelope = scope["app"].state.errors_of(path_of(scope))
+    return envelope
+
+
+def add_error_handlers(app: FastAPI, errors: Callable[[str], ErrorEnvelope]) -> None:
+    """Make the application answer every error in an envelope.
 
     Args:
-        others: by path prefix, how errors are answered on paths that do not use OpenAI's envelope.
+        errors: the envelope for each path.
     """
+    app.state.errors_of = errors
 
     async def answer(request: Request, error: Exception) -> Response:
-        api_error = _api_error(request, error)
-        for path, answer_otherwise in others.items():
-            if request.url.path.startswith(path):
-                return answer_otherwise(api_error, request)
-        return api_error.response()
+        return errors_of(request.scope).response(_api_error(request, error), request.scope)
 
     async def answer_gone_client(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
-    for kind in (
-        ApiError,
-        InvalidRequestError,
-        QueueFullError,
-        EngineDeadError,
-        ModelError,
-        RequestValidationError,
-        RecursionError,
-        HTTPException,
-        Exception,
-    ):
+    ours = (ApiError, InvalidRequestError, QueueFullError, EngineDeadError, ModelError)
+    for kind in (*ours, RequestValidationError, RecursionError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientGoneError, answer_gone_client)
 

@@ -24,7 +24,7 @@ from inflight.server.wire.strict_model import READING, Reading
 to_json = msgspec.json.encode
 
 MAX_VALUES = 2**20
-"""Most values of a body, as `_MARKS` count them. Reading so many takes a tenth of a second."""
+"""Most values of a body, as `_MARKS` count them. Reading that many takes a tenth of a second."""
 
 IGNORED_FIELDS_HEADER = "X-Inflight-Ignored-Fields"
 

@@ -15,7 +15,7 @@ from queue import PriorityQueue
 from typing import Any, TypeVar
 
 SMALL = 4096
-"""Work on a request of at most so many bytes takes about a millisecond, and is not worth a thread."""
+"""Work on a request of at most this many bytes takes about a millisecond, and is not worth a thread."""
 
 NUM_THREADS = 2
 """They mostly share one interpreter lock; the second keeps a long piece of work from holding up all others."""

@@ -8,7 +8,7 @@ be; any other would change the answer silently, and is refused.
 import difflib
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Collection, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, TypeVar
@@ -149,22 +149,28 @@ def _placeholder(kind: str, given: Mapping[str, Any]) -> str:
     return f"[{shown}{name} omitted: this model takes text only]"
 
 
-def leaving_out(what: str, is_left_out: Callable[[str], bool], absent: str | None = None) -> BeforeValidator:
-    """Leave members of a list out, and say so, if `is_left_out` says so of their type. An object without a type counts
-    as `absent`. Strict reading leaves nothing out."""
+def leaving_out(
+    what: str, *kept: str, only: Collection[str] | None = None, absent: str | None = None
+) -> BeforeValidator:
+    """Drop the members of a list whose type is not among `kept`, and say so. Strict reading drops nothing.
+
+    Args:
+        only: the types that are dropped; None: all but `kept`.
+        absent: the type of an object without one.
+    """
 
     def check(given: Any) -> Any:
         reading = READING.get()
         if not isinstance(given, list) or reading.is_strict:
             return given
-        kept = []
+        members = []
         for index, each in enumerate(given):
             kind = _type_in(each, absent) if isinstance(each, dict) else None
-            if isinstance(kind, str) and is_left_out(kind):
+            if isinstance(kind, str) and (kind not in kept if only is None else kind in only):
                 reading.ignore(f"{what}[{index}].{kind}")
             else:
-                kept.append(each)
-        return kept
+                members.append(each)
+        return members
 
     return BeforeValidator(check)
 

@@ -1,0 +1,207 @@
+"""`AnswerForm`: what one request needs so that its model's answers can be written and read as it asks.
+
+Decides how thoughts and calls are found in a text: by the model's answer template; by the notation that an operator
+chose, or that is all that is known; and by that of a grammar, where one guarantees calls. Knows no API.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from inflight.contracts.structured_output import StructuredOutput, Thoughts
+from inflight.grammar.json_schema import checked_schema
+from inflight.grammar.marks import opaque_tokens
+from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
+from inflight.server.chat_format.call_grammar import Schema, calls_grammar, schema_of
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
+from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.chat_format.tools import Tool, ToolFields
+from inflight.server.wire.api_errors import ApiError
+from inflight.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class AnswerForm:
+    """How a request's texts are written and read.
+
+    Attributes:
+        make_reader: makes a reader for one text.
+        structured_output: the form that the text must have, calls included; None: it is free.
+        shows_special_tokens: whether marks are special tokens, so that the text must include special tokens.
+        thoughts: what the text may begin with, and where stop strings do not count; None: nothing that is known.
+    """
+
+    make_reader: Callable[[], TemplateReader]
+    structured_output: StructuredOutput | None
+    shows_special_tokens: bool
+    thoughts: Thoughts | None
+
+    @property
+    def sampling_options(self) -> dict[str, Any]:
+        """The `SamplingParams` options that the request needs."""
+        shown = {"skip_special_tokens": False} if self.shows_special_tokens else {}
+        return {"structured_output": self.structured_output, "thoughts": self.thoughts, **shown}
+
+
+def answer_form(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    tokenizer: Tokenizer,
+    prompt: str,
+    chat_template: str | None = None,
+    parser_name: str | None = None,
+    thinking: Thinking = AS_THE_MODEL_WANTS,
+) -> AnswerForm | None:
+    """Return what a request with these fields needs; None if its text is content as it is.
+
+    Args:
+        content: the form that the request wants for text that is not a call.
+        prompt: the chat as text.
+        chat_template: the request's own, instead of the tokenizer's.
+        parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
+        thinking: limits the model's thoughts.
+
+    Raises:
+        ApiError: this model cannot do it, or a schema is invalid.
+        InvalidRequestError: the schema of `content` is invalid.
+    """
+    fields.check_tools()
+    written = chat_template_of(tokenizer) if chat_template is None else chat_template
+    reading = answer_template_of(tokenizer, written) or PLAIN_TEXT
+    if fields.callable_tools:
+        reading, form, is_guaranteed = _with_calls(fields, content, tokenizer, reading, written, parser_name)
+        tools = [tool.for_template() for tool in fields.usable_tools]
+        names = [tool.function.name for tool in fields.callable_tools]
+        options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_guaranteed}
+        make_reader, mark = partial(reading.reader, prompt, tools, names, **options), ""
+    elif reading.has_thoughts:
+        form, mark = content, reading.content_begin if content else ""
+        make_reader = partial(reading.reader, prompt, None, ())
+    else:
+        return None
+    return AnswerForm(
+        make_reader,
+        _after_thoughts(form, reading, prompt, thinking, mark),
+        bool(reading.special_token_ids(tokenizer)),
+        reading.thoughts_first(prompt),
+    )
+
+
+def _with_calls(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    tokenizer: Tokenizer,
+    reading: AnswerTemplate,
+    chat_template: str,
+    parser_name: str | None,
+) -> tuple[AnswerTemplate, StructuredOutput | None, bool]:
+    """Return how calls are read; the form that the text must have, if any; and whether that guarantees objects, so that
+    arguments can be reported as they come."""
+    reads_calls = parser_name is None and reading.has_calls
+    call_format = call_format_of(chat_template) if parser_name is None else CALL_FORMATS[parser_name]
+    content_begin = ""
+    if reads_calls:
+        call_format, content_begin = reading.call_format or call_format, reading.content_begin
+    elif call_format is not None and call_format.head:
+        call_format = None  # the checkpoint's own response template has no calls, so only objects could be read
+    if not fields.is_call_required:
+        _check_free_choice(chat_template, is_known=reads_calls or call_format is not None)
+    form = _form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
+    is_guaranteed = form is not None and (call_format is None or not call_format.head)
+    if is_guaranteed or not reads_calls:
+        reading = reading.with_calls(call_format or PLAIN)
+    return reading, form, is_guaranteed
+
+
+def _after_thoughts(
+    form: StructuredOutput | None, template: AnswerTemplate, prompt: str, thinking: Thinking, mark: str = ""
+) -> StructuredOutput | None:
+    """Return a form to which the model keeps after it has thought; None: free text, and thoughts of any length.
+
+    Args:
+        mark: what must stand before the text of this form.
+    """
+    if form is None and thinking.most_tokens is None:
+        return None
+    thoughts = template.thoughts_first(prompt, thinking.most_tokens)
+    if thoughts is not None and mark:
+        thoughts = replace(thoughts, end=thoughts.end + mark, otherwise=mark)
+    if form is not None:
+        return replace(form, thoughts=thoughts)
+    return None if thoughts is None else StructuredOutput(thoughts=thoughts)
+
+
+def _check_free_choice(chat_template: str, *, is_known: bool) -> None:
+    """Raise `ApiError` if the model cannot choose whether to call: it must know the tools, and we its notation.
+
+    Args:
+        is_known: whether it is known how the model writes calls.
+    """
+    if "tools" not in chat_template:
+        why = "this model's chat template does not tell the model about tools"
+    elif not is_known:
+        why = "it is not known how this model writes calls (an operator can set it with --tool-call-parser)"
+    else:
+        return
+    message = f"tools are given, but {why}; tool_choice can be 'none', 'required' or a function's name only"
+    raise ApiError(400, message, param="tools", code="unsupported_field")
+
+
+def _form_of_calls(
+    fields: ToolFields,
+    content: StructuredOutput | None,
+    call_format: CallFormat,
+    tokenizer: Tokenizer,
+    content_begin: str = "",
+) -> StructuredOutput | None:
+    """Return the form that the text must have; None for free text in which calls are recognised (no strict tools).
+
+    Args:
+        content: the form that the request wants for text that is not a call.
+        content_begin: the mark before such text.
+
+    Raises:
+        ApiError: a schema is invalid, or the forms cannot be combined.
+        InvalidRequestError: the schema of `content` is invalid.
+    """
+    tools = fields.callable_tools
+    if not fields.is_call_required and content is None and not any(tool.function.strict for tool in tools):
+        return None
+    content_schema = None
+    if content is not None and not fields.is_call_required:  # otherwise there is no content
+        content_schema = _schema_of_content(content)
+    schemas = {tool.function.name: _schema(tool, fields.is_call_required) for tool in tools}
+    try:
+        return calls_grammar(
+            call_format,
+            schemas,
+            opaque_tokens(tokenizer),
+            is_required=fields.is_call_required,
+            is_parallel=fields.may_call_several,
+            content_schema=content_schema,
+            content_begin=content_begin,
+        )
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"tools: {error}", param="tools") from error
+
+
+def _schema(tool: Tool, is_call_required: bool) -> Schema:
+    """Return the schema of a tool's arguments: its own, or any object's, as `strict` decides."""
+    function = tool.function
+    is_strict = is_call_required if function.strict is None else function.strict
+    try:
+        return schema_of(function.parameters if is_strict else {})
+    except (ValueError, RecursionError) as error:
+        hint = "" if function.strict else "; with 'strict': false any object is accepted"
+        raise ApiError(400, f"the tool {function.name!r}: {error}{hint}", param="tools") from error
+
+
+def _schema_of_content(content: StructuredOutput) -> Schema:
+    if content.json_object:
+        return schema_of({})
+    if content.json_schema is None:
+        message = f"{content.kind} is given, and tools may be called; besides calls there can only be text or JSON"
+        raise ApiError(400, message, param="tools")
+    return checked_schema(content.json_schema, is_exact=content.exact_schema)

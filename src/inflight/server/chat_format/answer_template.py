@@ -1,0 +1,249 @@
+"""`AnswerTemplate`: what a model's answers consist of, and how they are read.
+
+Decides where that is known from: the response template that a tokenizer brings, else the family of its chat template.
+"""
+
+import json
+import logging
+import secrets
+import string
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import regex
+from transformers.utils.chat_parsing import response_templates as hf
+
+from inflight.contracts.structured_output import Thoughts
+from inflight.server.chat_format.blocks import ThoughtBlock
+from inflight.server.chat_format.call_text import CallText, SearchBudget
+from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of
+from inflight.server.chat_format.template_reader import TemplateReader
+from inflight.server.wire.api_errors import ApiError
+from inflight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")
+"""The names of a field of thoughts; the first is the one that chat templates read."""
+CALLS = "tool_calls"
+_LETTERS_AND_DIGITS = string.ascii_letters + string.digits
+MOST_BEGUN = 2**14
+"""Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
+
+
+class AnswerTemplate:
+    """A response template of `transformers`.
+
+    Args:
+        template: see `transformers.utils.chat_parsing`.
+        family: the family that it was taken from, or whose chat template it comes with.
+        call_format: how calls are written, for grammars; None: as the family does.
+
+    Attributes:
+        call_format: how calls are written, for grammars; None: that is not known.
+
+    Raises:
+        ValueError, regex.error: it is not one.
+    """
+
+    def __init__(
+        self, template: ResponseTemplate, family: Family | None = None, call_format: CallFormat | None = None
+    ) -> None:
+        self._template = dict(template)
+        self._family = family
+        self.call_format = call_format or (family.calls if family else None)
+        self._exact = hf.load_response_template(self._template)
+        if self.has_calls:
+            CallText(self._exact.fields[CALLS], (), (), SearchBudget())  # its patterns are checked
+        self._others: dict[CallFormat, AnswerTemplate] = {}
+        self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
+
+    @property
+    def has_thoughts(self) -> bool:
+        """Whether its models may think."""
+        return any(name in self._exact.fields for name in THOUGHTS)
+
+    @property
+    def has_calls(self) -> bool:
+        """Whether it says how tools are called."""
+        return CALLS in self._exact.fields
+
+    def with_calls(self, call_format: CallFormat) -> "AnswerTemplate":
+        """Return a template that differs only in how calls are written: as objects of JSON."""
+        if call_format not in self._others:
+            marks = {"open": call_format.begin} if call_format.begin else {"open_pattern": "(?!)"}
+            if call_format.end:
+                marks["close"] = call_format.end
+            fields = {**self._template["fields"], CALLS: {**marks, "repeats": True, "content": "json"}}
+            template = {**self._template, "fields": fields}
+            self._others[call_format] = AnswerTemplate(template, self._family, call_format)
+        return self._others[call_format]
+
+    def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
+        """The special tokens among the marks of thoughts, content and calls."""
+        if (known := self._special_token_ids.get(tokenizer)) is not None:
+            return known
+        marked = [(name, field) for name, field in self._exact.fields.items() if field.open_re is not None]
+        patterns = [(name, mark) for name, field in marked for mark in (field.open_re, field.close_re) if mark]
+        budget = SearchBudget()
+
+        def may_begin(name: str, pattern: Any, text: str) -> bool:
+            """Whether a mark is, or begins with, this text."""
+            match = budget.search(name, pattern.search, text, partial=True)
+            return match is not None and match.end() - match.start() == len(text)
+
+        found = self._special_token_ids[tokenizer] = frozenset(
+            token_id
+            for token_id, token in tokenizer.inner.added_tokens_decoder.items()
+            if token.special and any(may_begin(*pattern, token.content) for pattern in patterns)
+        )
+        return found
+
+    def reader(
+        self,
+        prompt: str,
+        tools: Sequence[Mapping[str, Any]] | None,
+        names: Collection[str],
+        *,
+        is_parallel: bool = True,
+        is_guaranteed: bool = False,
+    ) -> TemplateReader:
+        """Return a reader for one answer.
+
+        Args:
+            prompt: the text that the answer continues; it may have begun the first thought.
+            tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
+            names: the names of those that may be called; a call of another is content.
+            is_parallel: whether there may be several calls; if not, all but the first are dropped.
+            is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
+        """
+        fields, budget, form, calls = self._exact.fields, SearchBudget(), self.call_format, None
+        if self.has_calls and tools is not None:
+            is_bare = form is not None and form.is_begin_optional
+            heads = {head_of(form, name): name for name in names} if is_guaranteed and form is not None else None
+            calls = CallText(fields[CALLS], tools, names, budget, is_bare=is_bare, heads=heads)
+        return TemplateReader(
+            [field for name, field in fields.items() if name != CALLS or tools is not None],
+            self._begun(prompt),
+            thoughts=THOUGHTS,
+            calls=calls,
+            budget=budget,
+            new_call_id=lambda: new_call_id(None if form is None else form.call_id_length),
+            is_parallel=is_parallel,
+        )
+
+    def begins_with_a_thought(self, prompt: str) -> bool:
+        """Whether a prompt ends within a thought."""
+        grown = self.reader(prompt, None, ()).feed("x")  # where a next letter would belong
+        return bool(grown) and isinstance(grown[-1].block, ThoughtBlock)
+
+    def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
+        """What may come before that which a grammar asks for; None: nothing.
+
+        Args:
+            prompt: the text that the answer continues.
+            max_tokens: how many tokens a thought may have.
+        """
+        if not self.has_thoughts or (marks := self._marks) is None:
+            return None
+        if self.begins_with_a_thought(prompt):
+            return replace(marks, begin="", max_tokens=max_tokens)
+        if marks.end in self._begun(prompt):  # it has thought, or is not to
+            return None
+        return replace(marks, max_tokens=max_tokens)
+
+    @property
+    def content_begin(self) -> str:
+        """The mark before content. Raises `ApiError` if there is one that is not known."""
+        content = self._exact.fields.get("content")
+        if content is None or content.open_re is None:
+            return ""
+        if self._family is not None and self._family.content_begin:
+            return self._family.content_begin
+        if content.open_literals:
+            return str(content.open_literals[0])
+        message = "it is not known how this model begins its answer, so no form of it can be enforced"
+        raise ApiError(400, message, code="unsupported_value")
+
+    @property
+    def _marks(self) -> Thoughts | None:
+        """The marks around a thought; None: they are patterns."""
+        if self._family is not None and self._family.thoughts is not None:
+            return self._family.thoughts
+        field = next(field for name, field in self._exact.fields.items() if name in THOUGHTS)
+        if not field.open_literals or not field.close_literals:
+            return None
+        return Thoughts(begin=field.open_literals[0], end=field.close_literals[0])
+
+    def empty_thought(self, prompt: str) -> str | None:
+        """What to put behind a prompt so that the model does not think; None: that is not known."""
+        if (marks := self._marks) is None or self.content_begin:
+            return None
+        begin = "" if self.begins_with_a_thought(prompt) else f"{marks.begin}\n"
+        return f"{begin}\n{marks.end}\n\n"
+
+    def _begun(self, prompt: str) -> str:
+        """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
+        is at most the mark of a thought."""
+        if anchors := SearchBudget().search("start_anchor", self._exact.start_anchor_re.finditer, prompt):
+            return prompt[anchors[-1].end() :][-MOST_BEGUN:]
+        end = prompt.rstrip()
+        for name in THOUGHTS:
+            field = self._exact.fields.get(name)
+            for mark in (field.open_literals or ()) if field is not None else ():
+                if end.endswith(mark):
+                    return str(mark)
+        return ""
+
+
+def new_call_id(length: int | None) -> str:
+    """Return a call's id of this many letters and digits; None: in OpenAI's form."""
+    if length is None:
+        return f"call_{secrets.token_hex(12)}"
+    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(length))
+
+
+PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
+"""An answer without thoughts and calls."""
+
+
+def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:
+    """Return how a model's answers are read; None: they are plain text, as far as is known.
+
+    Args:
+        chat_template: in Jinja; a request may have its own.
+    """
+    own = getattr(tokenizer.inner, "response_template", None)
+    if own is not None and chat_template == chat_template_of(tokenizer):
+        return _own_template(json.dumps(own, default=str), chat_template)
+    return _template_of_family(chat_template)
+
+
+def chat_template_of(tokenizer: Tokenizer) -> str:
+    """The chat template that a tokenizer brings; "" without one."""
+    template = tokenizer.inner.chat_template or ""
+    if isinstance(template, dict):  # several by name; "tool_use" is the one for tools
+        template = template.get("tool_use") or template.get("default") or ""
+    return str(template)
+
+
+@lru_cache(maxsize=8)
+def _own_template(written: str, chat_template: str) -> AnswerTemplate | None:
+    try:
+        return AnswerTemplate(json.loads(written), family_of(chat_template))
+    except (ValueError, TypeError, AttributeError, KeyError, regex.error) as error:
+        logger.warning("the tokenizer's response template cannot be used, so answers are not parsed: %s", error)
+        return None
+
+
+@lru_cache(maxsize=8)
+def _template_of_family(chat_template: str) -> AnswerTemplate | None:
+    if (family := family_of(chat_template)) is None or family.template is None:
+        return None
+    fields = family.template["fields"]
+    if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
+        fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
+    return AnswerTemplate({**family.template, "fields": fields}, family)

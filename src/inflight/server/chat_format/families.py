@@ -1,0 +1,326 @@
+"""How model families write their answers, and how a grammar makes them write calls: one `Family` each.
+
+A family's response template (of `transformers`: a field for each kind of text, with the marks around it) follows the
+chat template that the family publishes; tokenizers that bring their own response template are read by that. Which marks
+a chat template contains decides which family it belongs to. Patterns are bounded, as each token searches for them.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+from inflight.contracts.structured_output import Thoughts
+
+ResponseTemplate: TypeAlias = Mapping[str, Any]
+"""See `transformers.utils.chat_parsing`."""
+
+Field: TypeAlias = Mapping[str, Any]
+"""A field of one."""
+
+NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
+"""Where the answer begins is not known; see `AnswerTemplate.reader`."""
+
+CHATML = "<|im_start|>assistant\n"
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_NAMED = {"type": "function", "function": "{content}"}
+_THINK = {"open": "<think>", "close": "</think>"}
+
+
+@dataclass(frozen=True, slots=True)
+class MarkedArguments:
+    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name."""
+
+    begin: str
+    end: str
+
+
+@dataclass(frozen=True, slots=True)
+class BareJson:
+    """Arguments in JSON without quotes around keys, without spaces, and with a mark around strings."""
+
+    string_mark: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallFormat:
+    """A notation for calls. They come in groups: `begin`, `opening`, the calls, `closing`, `end`. A call is a JSON
+    object with a name and arguments; or `head`, its arguments, and `tail`.
+
+    Attributes:
+        name: the name that operators use.
+        begin: the marker before a group.
+        end: the marker after it; "" if there is none.
+        opening, closing: the text between the markers and the calls.
+        arguments_key: the key of a call's arguments, next to its "name", in an object.
+        head: in it, "{name}" stands for the name of the tool; "": a call is an object.
+        tail: what follows the arguments.
+        arguments: how they are written; None: as JSON.
+        between_objects: the text between the calls of a group; None: each call has its own group or, if `begin` is
+            optional, there is at most one.
+        between_groups: the text between groups; None: there is at most one.
+        is_begin_optional: whether an object at the beginning of the text is a call, too. Models that may omit `begin`
+            are never forced to write it.
+        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+    """
+
+    name: str
+    begin: str
+    end: str = ""
+    opening: str = ""
+    closing: str = ""
+    arguments_key: str = "arguments"
+    head: str = ""
+    tail: str = ""
+    arguments: MarkedArguments | BareJson | None = None
+    between_objects: str | None = None
+    between_groups: str | None = "\n"
+    is_begin_optional: bool = False
+    call_id_length: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """Models that write alike.
+
+    Attributes:
+        name: for messages and documents.
+        marks: the chat templates of the family contain at least one text of each of these.
+        template: how answers are written; None: only the calls have a notation of their own.
+        calls: how calls are written, for grammars.
+        thoughts: the marks around a thought that something else must follow; None: those of the template.
+        content_begin: the mark before content.
+    """
+
+    name: str
+    marks: Sequence[Sequence[str]]
+    template: ResponseTemplate | None
+    calls: CallFormat | None = None
+    thoughts: Thoughts | None = None
+    content_begin: str = ""
+
+    def has(self, chat_template: str) -> bool:
+        """Whether this chat template (Jinja) is one of the family's."""
+        return all(any(mark in chat_template for mark in marks) for marks in self.marks)
+
+
+def _answers(anchor: str | list[str], thoughts: Field, calls: Field, content: Field | None = None) -> ResponseTemplate:
+    fields = {"reasoning_content": thoughts, "tool_calls": {**calls, "repeats": True}, "content": content or {}}
+    return {"start_anchor": anchor, "fields": fields}
+
+
+def _calls(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
+    marks = {"open_pattern": open_pattern, "close_pattern": close_pattern}
+    return {**marks, "content": content, "transform": _CALL, **more}
+
+
+_HARMONY_END: Field = {"close": ["<|end|>", "<|return|>"], "repeats": True, "join": "\n\n"}
+
+HARMONY = Family(
+    "harmony (gpt-oss)",
+    [["<|channel|>"], ["<|message|>"]],
+    _answers(
+        "<|start|>assistant",
+        {"open_pattern": r"<\|channel\|>analysis[^<]{0,64}<\|message\|>", **_HARMONY_END},
+        # The recipient stands before or after the channel, and the kind of the content may be named.
+        _calls(
+            r"(?: to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64}<\|channel\|>(?:commentary|analysis)[^<]{0,64}"
+            r"|<\|channel\|>(?:commentary|analysis)\s{0,8}(?:<\|constrain\|>)?[^<\s]{0,64}"
+            r" to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
+            r"(?:<\|constrain\|>[^<]{0,64})?<\|message\|>",
+            r"<\|call\|>|<\|end\|>",
+        ),
+        {
+            "open_pattern": r"<\|channel\|>(?:final|commentary)(?:(?! to=)[^<]){0,64}"
+            r"(?:<\|constrain\|>(?:(?! to=)[^<]){0,64})?<\|message\|>",
+            **_HARMONY_END,
+        },
+    ),
+    calls=CallFormat(  # the token that ends a call ends the answer, too
+        name="harmony",
+        begin="<|channel|>commentary to=functions.",
+        head="{name} <|constrain|>json<|message|>",
+        between_groups=None,
+    ),
+    thoughts=Thoughts(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
+    content_begin="<|channel|>final<|message|>",
+)
+
+GEMMA4 = Family(
+    "gemma4",
+    [["<|tool_call>", "<|channel>"]],
+    _answers(
+        ["<|turn>model\n", "<tool_response|>"],
+        {"open": "<|channel>thought\n", "close": "<channel|>"},
+        _calls(
+            r"<\|tool_call>call:(?P<name>[^{<\s]{1,256})",
+            r"<tool_call\|>",
+            content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
+        ),
+        {"close": ["<turn|>", "<|tool_response>"]},
+    ),
+    calls=CallFormat(
+        name="gemma4",
+        begin="<|tool_call>",
+        head="call:{name}",
+        arguments=BareJson('<|"|>'),
+        end="<tool_call|>",
+        between_groups="",
+    ),
+)
+
+DEEPSEEK = Family(
+    "deepseek-v3.1",
+    [["<｜Assistant｜>"]],
+    _answers(
+        "<｜Assistant｜>",
+        _THINK,
+        # R1 and V3: a kind, the name, and a block of JSON; V3.1: the name and JSON.
+        _calls(
+            r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>"
+            r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|"
+            r"(?!function<｜tool▁sep｜>)(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
+            r"(?:\n```)?\s{0,8}<｜tool▁call▁end｜>",
+        ),
+        {"close": "<｜tool▁calls▁end｜>"},
+    ),
+    calls=CallFormat(
+        name="deepseek-v3.1",
+        begin="<｜tool▁calls▁begin｜>",
+        head="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
+        tail="<｜tool▁call▁end｜>",
+        between_objects="",
+        end="<｜tool▁calls▁end｜>",
+    ),
+)
+
+DEEPSEEK_R1 = replace(
+    DEEPSEEK,
+    name="deepseek-r1",
+    marks=[*DEEPSEEK.marks, ["```json"]],
+    calls=CallFormat(
+        name="deepseek-r1",
+        begin="<｜tool▁calls▁begin｜>",
+        head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
+        tail="\n```<｜tool▁call▁end｜>",
+        between_objects="\n",
+        end="<｜tool▁calls▁end｜>",
+    ),
+)
+
+QWEN_XML = Family(
+    "qwen3-coder and qwen3.5",
+    [["<tool_call>"], ["<function="]],
+    _answers(
+        CHATML,
+        _THINK,
+        _calls(
+            r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
+            r"</function>\s{0,8}</tool_call>",
+            "xml-inline",
+            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>"},
+        ),
+    ),
+    calls=CallFormat(
+        name="qwen3-coder",
+        begin="<tool_call>",
+        opening="\n",
+        head="<function={name}>\n",
+        arguments=MarkedArguments("<parameter={key}>\n", "\n</parameter>\n"),
+        tail="</function>",
+        closing="\n",
+        end="</tool_call>",
+    ),
+)
+
+GLM = Family(
+    "glm-4.5",
+    [["<tool_call>"], ["<arg_key>"]],
+    _answers(
+        "<|assistant|>",
+        _THINK,
+        _calls(
+            r"<tool_call>\s{0,8}(?P<name>[^<\s]{1,256})\s{0,8}(?=<arg_key>|</tool_call>)",
+            r"</tool_call>",
+            "xml-inline",
+            content_args={
+                "tag_pattern": r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,8}<arg_value>(?P<value>.*?)</arg_value>"
+            },
+        ),
+    ),
+    calls=CallFormat(
+        name="glm-4.5",
+        begin="<tool_call>",
+        head="{name}\n",
+        arguments=MarkedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
+        end="</tool_call>",
+    ),
+)
+
+HERMES = Family(
+    "hermes (Qwen 2.5 and 3)",
+    [["<tool_call>"]],
+    _answers(CHATML, _THINK, _calls(r"<tool_call>", r"</tool_call>", transform=_NAMED)),
+    calls=CallFormat(name="hermes", begin="<tool_call>", end="</tool_call>", opening="\n", closing="\n"),
+)
+
+MISTRAL = Family(
+    "mistral (from its seventh tokenizer on)",
+    [["[TOOL_CALLS]"], ["[ARGS]"]],
+    _answers(
+        ["[/INST]", "[/TOOL_RESULTS]"],
+        {"open": "[THINK]", "close": "[/THINK]"},
+        _calls(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
+    ),
+    calls=CallFormat(
+        name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id_length=9
+    ),
+)
+
+LLAMA3 = Family(
+    "llama 3.1 to 3.3",
+    [["<|python_tag|>", "<|eot_id|>"], ["<|python_tag|>", '"parameters":']],
+    None,
+    calls=CallFormat(name="llama3", begin="<|python_tag|>", arguments_key="parameters", is_begin_optional=True),
+)
+"""Their templates refuse messages with more than one call, so the grammar never allows more."""
+
+MISTRAL_V3 = Family(
+    "mistral (its third tokenizer, as in Mistral 7B v0.3)",
+    [["[TOOL_CALLS]"]],
+    None,
+    calls=CallFormat(
+        name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id_length=9
+    ),
+)
+"""Its template refuses ids of any other length."""
+
+THINKING = Family(
+    "others that think between <think> and </think>",
+    [["<think>", "</think>"]],
+    {**NO_ANCHOR, "fields": {"reasoning_content": _THINK, "content": {}}},
+)
+
+FAMILIES = (HARMONY, GEMMA4, DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, LLAMA3, MISTRAL_V3, THINKING)
+"""The first that has a chat template counts."""
+
+PLAIN = CallFormat(name="plain", begin="", between_objects="\n", is_begin_optional=True)
+"""For models without a known notation: bare objects, which only a grammar makes them write."""
+
+CALL_FORMATS = {each.calls.name: each.calls for each in (HERMES, LLAMA3, MISTRAL_V3) if each.calls}
+"""Those that operators can choose: calls are objects, whatever else the model writes."""
+
+
+def family_of(chat_template: str) -> Family | None:
+    """Return the family whose answers a model with this chat template writes; None if it is unknown."""
+    return next((each for each in FAMILIES if each.template is not None and each.has(chat_template)), None)
+
+
+def call_format_of(chat_template: str) -> CallFormat | None:
+    """Return how a model with this chat template writes calls; None if that is unknown."""
+    return next((each.calls for each in FAMILIES if each.calls is not None and each.has(chat_template)), None)
+
+
+def head_of(call_format: CallFormat, name: str) -> str:
+    """Return the beginning of a call that a grammar guarantees, up to its arguments."""
+    return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "{call_format.arguments_key}": '

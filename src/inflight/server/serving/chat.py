@@ -1,0 +1,149 @@
+"""`answer_chat`: the way of a chat through the server, the same for the chat-like endpoints of all APIs.
+
+An endpoint brings a request model (`ChatBody`) and a `ChatAnswer`, which says what the answer looks like, whole and as
+a stream. Everything in between is decided here, and knows no API.
+"""
+
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import ClassVar, Generic, TypeVar
+
+from fastapi import Request
+from starlette.responses import Response
+
+from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.server.chat_format.answer_form import answer_form
+from inflight.server.chat_format.blocks import Blocks
+from inflight.server.serving.generation import Generation, generate, size_of_answer
+from inflight.server.serving.request_fields import ChatBody
+from inflight.server.serving.service import Service, WrittenChat, service_of
+from inflight.server.serving.streams import Client, EventStream, Write, attended
+from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.off_loop import off_loop
+
+B = TypeVar("B", bound=ChatBody)
+
+
+class Events(ABC):
+    """Turns one answer into events."""
+
+    @abstractmethod
+    def write(self, deltas: list[TextDelta]) -> bytes:
+        """Return the events for these deltas; empty if they add nothing that can be shown yet."""
+
+    @abstractmethod
+    def end(self, outputs: Sequence[RequestOutput]) -> bytes:
+        """Return the last events."""
+
+    def failed(self, error: ApiError) -> bytes | None:
+        """Return the last event of an answer that failed; None: as the endpoint's envelope has it."""
+        return None
+
+
+class ChatAnswer(ABC, Generic[B]):
+    """One answer to a chat. Making it prepares the request, which takes a while for a long one.
+
+    Args:
+        info: of the model that answers.
+
+    Attributes:
+        ID: what ids of answers begin with.
+        PARAM: the request field that holds the chat, for error messages.
+        generation: what to run.
+        form: how reasoning and tool calls are read; None: the text is content as it is.
+        model_name: the model's name in the answer.
+        created_at: seconds of Unix time.
+
+    Raises:
+        ApiError: the request cannot be run.
+    """
+
+    ID: ClassVar[str]
+    PARAM: ClassVar[str] = "messages"
+
+    def __init__(self, body: B, service: Service, info: ModelInfo) -> None:
+        body.check(service.settings)
+        self.body, self.tokenizer = body, service.llm.tokenizer
+        (text, token_ids), chat_template = self.written(service, info)
+        self.form = answer_form(
+            body.tool_fields,
+            body.structured_output,
+            service.tokenizer,
+            text,
+            chat_template,
+            service.settings.tool_call_parser,
+            body.wanted_thinking,
+        )
+        options = {} if self.form is None else self.form.sampling_options
+        params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
+        service.check_num_sequences(1, params.n, "n")
+        prompt = service.fitted(token_ids, info, self.PARAM, body.most_prompt_tokens)
+        service.check_num_scores([prompt], params)
+        adapter, request_id = service.adapter_of(body.model), f"{self.ID}{uuid.uuid4().hex}"
+        self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter)
+        self.model_name, self.created_at = service.name_of(adapter), int(time.time())
+
+    def written(self, service: Service, info: ModelInfo) -> tuple[WrittenChat, str | None]:
+        """Return the chat as the model reads it, and the request's own chat template."""
+        chat = self.body.for_template(service.settings)
+        return service.written(chat, info, self.PARAM, self.body.wanted_thinking), chat.get("chat_template")
+
+    def new_blocks(self) -> Blocks:
+        """Return what divides one sequence's text."""
+        return Blocks() if self.form is None else self.form.make_reader()
+
+    def num_thought_tokens(self, *answers: Blocks) -> int | None:
+        """How many tokens the reasoning of these sequences has, which is encoded once more to count them; None: the
+        model does not reason."""
+        if self.form is None or self.tokenizer is None:
+            return None
+        return sum(blocks.num_thought_tokens(self.tokenizer) for blocks in answers)
+
+    @abstractmethod
+    def whole(self, output: RequestOutput) -> bytes:
+        """Return the answer in JSON."""
+
+    @abstractmethod
+    def events(self) -> Events:
+        """Return what writes the answer as events."""
+
+    def keep(self) -> None:
+        """Called in the event loop once the whole answer is written."""
+
+
+async def answer_chat(
+    body: B, request: Request, make: Callable[[B, Service, ModelInfo], ChatAnswer[B]], more_bytes: int = 0
+) -> Response:
+    """Answer a chat, as its body wants it.
+
+    Args:
+        more_bytes: about how many bytes must be gone through besides the body.
+    """
+    service = service_of(request)
+    async with attended(request.receive, service.settings.request_timeout) as client:
+        service.adapter_of(body.model)
+        info = await service.generating_info()
+        size = len(await request.body()) + more_bytes
+        answer = await off_loop(size, lambda: make(body, service, info))
+        if not body.stream:
+            (output,) = await generate(service, answer.generation, client)
+            whole = await off_loop(more_bytes + size_of_answer([output]), lambda: answer.whole(output))
+            answer.keep()
+            return Response(whole, media_type="application/json")
+    return stream(service, answer.generation, answer.events())
+
+
+def stream(service: Service, generation: Generation, events: Events) -> EventStream:
+    """Return a response that runs `generation` and streams its events, all of one step in one write."""
+
+    async def run(client: Client, write: Write) -> None:
+        async def deliver(deltas: list[TextDelta]) -> None:
+            if news := events.write(deltas):
+                await write(news)
+
+        await write(events.end(await generate(service, generation, client, deliver)))
+
+    return EventStream(run, service.settings, events.failed)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from inflight.execution.graph.encode import Program, encoded
+from inflight.execution.graph.run import record_forward
 from inflight.execution.kernels import building, kernels_available
-from inflight.execution.recording.encoding import Program, encoded
-from inflight.execution.recording.recorded_forward import record_forward
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)

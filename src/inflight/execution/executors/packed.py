@@ -19,14 +19,14 @@ from inflight.execution.attention.witness import WitnessedAttention
 from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
+from inflight.execution.graph.encode import Program
+from inflight.execution.graph.graph import RecordedPass
+from inflight.execution.graph.run import RecordedForward, record_forward
+from inflight.execution.graph.trace import UnrecordableError
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.program import RecordedPass
-from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
-from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.weights.linear_calls import is_watched
 
 logger = logging.getLogger(__name__)

@@ -34,7 +34,7 @@ struct InflightTensor {
   int64_t sizes[kInflightMaxDims], strides[kInflightMaxDims];  // in elements
 };
 
-// What kind a value is; of arguments in a program it is a code of theirs, too (recording/encoding.py).
+// What kind a value is; of arguments in a program it is a code of theirs, too (graph/encode.py).
 enum InflightKind : int64_t {
   kInflightNone, kInflightInteger, kInflightNumber, kInflightFlag, kInflightTensor, kInflightIntegers, kInflightTensors,
   kInflightNumberAsTensor, kInflightIntegerAsTensor, kInflightWord, kInflightDevice, kInflightNumbers,

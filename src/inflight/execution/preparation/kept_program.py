@@ -15,8 +15,8 @@ from torch import nn
 from inflight.contracts.errors import ModelError
 from inflight.execution.adapters import Adapters
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.recorder import memory_of
+from inflight.execution.graph.encode import Program
+from inflight.execution.graph.trace import memory_of
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.panels import PanelLinear

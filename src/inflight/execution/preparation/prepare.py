@@ -33,8 +33,8 @@ from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
+from inflight.execution.preparation.graph_proof import digest_of_step, prove_recording
 from inflight.execution.preparation.kept_program import linked, unlinked
-from inflight.execution.preparation.recording_proof import digest_of_step, prove_recording
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.preparation.verdict import preparation_key
 from inflight.execution.ranks.rank import Rank

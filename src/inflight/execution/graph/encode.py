@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from inflight.execution.recording.fusion import Work, fused, last_uses
-from inflight.execution.recording.program import NUM_INPUTS, Call, RecordedPass, Size, View
-from inflight.execution.recording.recorder import UnrecordableError
-from inflight.execution.recording.row_kernel import Instruction, Opcode, Operand, RowKernel, Rows
+from inflight.execution.graph.fuse import Work, fused, last_uses
+from inflight.execution.graph.graph import NUM_INPUTS, Call, RecordedPass, Size, View
+from inflight.execution.graph.row_kernel import Instruction, Opcode, Operand, RowKernel, Rows
+from inflight.execution.graph.trace import UnrecordableError
 
 MEMORY_FORMATS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2}
 

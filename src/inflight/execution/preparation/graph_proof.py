@@ -10,11 +10,11 @@ import xxhash
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.graph.encode import encoded
+from inflight.execution.graph.trace import UnrecordableError
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.proof import draw_prompts
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.recording.encoding import encoded
-from inflight.execution.recording.recorder import UnrecordableError
 
 logger = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """`RecordedForward`: a model's forward pass without Python. It is recorded at a few sizes, and then serves every step.
 
 The operators run in the order in which the model called them, with the same arguments and the same kernels, except that
-small ones run together as row kernels. The results are the same bits; `recording_proof` compares them.
+small ones run together as row kernels. The results are the same bits; `graph_proof` compares them.
 
 Not recorded are LongRoPE, models with hooks, experts in a model's own code, and other devices and backends; so are
 models that branch on the length or on a value, or keep a state: a run without data, as long as a step may be, must be
@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from inflight.execution.graph.encode import Program
+from inflight.execution.graph.graph import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
+from inflight.execution.graph.trace import Recording, UnrecordableError
 from inflight.execution.kernels import delete_with
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.program import SAMPLES, RecordedPass, RecordedRun, as_recorded_pass
-from inflight.execution.recording.recorder import Recording, UnrecordableError
 
 logger = logging.getLogger(__name__)
 

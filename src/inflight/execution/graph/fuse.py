@@ -7,8 +7,8 @@ earlier than it was called, never later; only what computes does, never what wri
 from collections.abc import Sequence
 from typing import TypeAlias
 
-from inflight.execution.recording.program import Call, RecordedPass
-from inflight.execution.recording.row_kernel import CannotJoinError, RowKernel, can_begin, space_of
+from inflight.execution.graph.graph import Call, RecordedPass
+from inflight.execution.graph.row_kernel import CannotJoinError, RowKernel, can_begin, space_of
 
 Work: TypeAlias = Call | RowKernel
 

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from inflight.execution.recording.program import ONE, Call, Size, View
+from inflight.execution.graph.graph import ONE, Call, Size, View
 
 DTYPES = (torch.float32, torch.bfloat16)
 MAX_ROW = 2**15

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight.execution.graph.encode import Kind, encoded
+from inflight.execution.graph.fuse import fused
+from inflight.execution.graph.graph import RecordedPass
+from inflight.execution.graph.row_kernel import RowKernel
+from inflight.execution.graph.run import RecordedForward, record_forward
+from inflight.execution.graph.trace import UnrecordableError
 from inflight.execution.kernels import kernels_available
-from inflight.execution.recording.encoding import Kind, encoded
-from inflight.execution.recording.fusion import fused
-from inflight.execution.recording.program import RecordedPass
-from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
-from inflight.execution.recording.recorder import UnrecordableError
-from inflight.execution.recording.row_kernel import RowKernel
 from tests.execution.test_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")

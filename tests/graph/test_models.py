@@ -11,10 +11,11 @@ from transformers import AutoModelForCausalLM
 
 from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
+from inflight.execution.graph import graph
+from inflight.execution.graph import run as graph_run
+from inflight.execution.graph.encode import Program
+from inflight.execution.graph.run import RecordedForward
 from inflight.execution.kernels import kernels_available
-from inflight.execution.recording import program, recorded_forward
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.recorded_forward import RecordedForward
 from tests import zoo
 from tests.execution import this_cpu
 from tests.invariance.test_invariance import PRECISIONS, assert_same_bits, needs, run
@@ -129,11 +130,11 @@ def test_what_is_deleted_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest
 
         return record_beside_garbage
 
-    llms = [LLM(zoo.build("qwen3_moe")) for _ in range(len(program.SAMPLES) + 1)]
-    monkeypatch.setattr(recorded_forward, "_record", record(recorded_forward._record))
+    llms = [LLM(zoo.build("qwen3_moe")) for _ in range(len(graph.SAMPLES) + 1)]
+    monkeypatch.setattr(graph_run, "_record", record(graph_run._record))
     info = LLM(zoo.build("llama")).model_info
     assert info.notes == ()
-    assert len(gone) == len(program.SAMPLES) + 1
+    assert len(gone) == len(graph.SAMPLES) + 1
 
 
 def test_a_cache_of_a_few_tokens_is_enough_to_prove_it() -> None:

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-from inflight.execution.recording.recorder import Recording, SeenTensor, UnrecordableError, memory_of
+from inflight.execution.graph.trace import Recording, SeenTensor, UnrecordableError, memory_of
 
 SAMPLES = ((6, 2), (11, 5))
 """Tokens T and rows of logits R of the recordings with data. Sizes are found from them and from a longer one."""

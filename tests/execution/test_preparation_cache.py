@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
-from inflight.execution.graph import run as graph_run
+from inflight.execution.graph import trace
 from inflight.execution.hf.load import load_model
 from inflight.execution.kernels import cache_folder, library
 from inflight.execution.preparation import packed_way, proof, verdict
@@ -40,7 +40,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     folder = tmp_path / "cache"
     of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))
     monkeypatch.setattr(ResultCache, "of_the_user", of_the_test)
-    for module, name in ((proof, "plain_logits"), (packed_way, "find_attention_calls"), (graph_run, "_record")):
+    for module, name in ((proof, "plain_logits"), (packed_way, "find_attention_calls"), (trace, "_trace")):
         original = getattr(module, name)
 
         def watched(*args: Any, original: Callable[..., Any] = original, name: str = name, **options: Any) -> Any:

@@ -11,10 +11,9 @@ from transformers import AutoModelForCausalLM
 
 from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
-from inflight.execution.graph import graph
-from inflight.execution.graph import run as graph_run
-from inflight.execution.graph.encode import Program
-from inflight.execution.graph.run import RecordedForward
+from inflight.execution.graph import trace
+from inflight.execution.graph.encode import EncodedProgram
+from inflight.execution.graph.run import CompiledGraph
 from inflight.execution.kernels import kernels_available
 from tests import zoo
 from tests.execution import this_cpu
@@ -88,10 +87,10 @@ def test_a_recording_that_is_wrong_does_not_run(
 ) -> None:
     """First row kernels are given up, then the recording."""
 
-    class Wrong(RecordedForward):
-        made: ClassVar[list[Program]] = []
+    class Wrong(CompiledGraph):
+        made: ClassVar[list[EncodedProgram]] = []
 
-        def __init__(self, program: Program) -> None:
+        def __init__(self, program: EncodedProgram) -> None:
             super().__init__(program)
             self.is_wrong = len(self.made) < num_wrong
             self.made.append(program)
@@ -99,7 +98,7 @@ def test_a_recording_that_is_wrong_does_not_run(
         def __call__(self, *rows: Tensor) -> list[Tensor]:
             return [each + self.is_wrong for each in super().__call__(*rows)]
 
-    monkeypatch.setattr(packed, "RecordedForward", Wrong)
+    monkeypatch.setattr(packed, "CompiledGraph", Wrong)
     info = LLM(zoo.build("llama")).model_info
     assert info.is_recorded == (reason is None)
     assert info.notes == (() if reason is None else (f"every step runs in Python: {reason}",))
@@ -109,7 +108,7 @@ def test_a_recording_that_fails_does_not_run(monkeypatch: pytest.MonkeyPatch) ->
     def fail(*args: object, **options: object) -> None:
         raise RuntimeError("a view would leave its memory")
 
-    monkeypatch.setattr(packed, "RecordedForward", fail)
+    monkeypatch.setattr(packed, "CompiledGraph", fail)
     info = LLM(zoo.build("llama")).model_info
     assert info.notes == ("every step runs in Python: the recorded forward pass fails: a view would leave its memory",)
 
@@ -118,8 +117,8 @@ def test_what_is_deleted_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest
     """Neither with data nor without. An engine's layers, caches and program are deleted by operators, too."""
     gone: list[bool] = []
 
-    def record(run: Any) -> Any:
-        def record_beside_garbage(forward: Any, *sizes: int) -> Any:
+    def beside_garbage(run: Any) -> Any:
+        def trace_beside_garbage(forward: Any, *sizes: int) -> Any:
             def walk(*rows: Tensor) -> Tensor:
                 llms.pop()
                 gc.collect()
@@ -128,13 +127,13 @@ def test_what_is_deleted_meanwhile_is_no_part_of_a_recording(monkeypatch: pytest
 
             return run(walk, *sizes)
 
-        return record_beside_garbage
+        return trace_beside_garbage
 
-    llms = [LLM(zoo.build("qwen3_moe")) for _ in range(len(graph.SAMPLES) + 1)]
-    monkeypatch.setattr(graph_run, "_record", record(graph_run._record))
+    llms = [LLM(zoo.build("qwen3_moe")) for _ in range(len(trace.SAMPLES) + 1)]
+    monkeypatch.setattr(trace, "_trace", beside_garbage(trace._trace))
     info = LLM(zoo.build("llama")).model_info
     assert info.notes == ()
-    assert len(gone) == len(graph.SAMPLES) + 1
+    assert len(gone) == len(trace.SAMPLES) + 1
 
 
 def test_a_cache_of_a_few_tokens_is_enough_to_prove_it() -> None:

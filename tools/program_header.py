@@ -1,4 +1,4 @@
-"""Writes `program_format.h`, what the kernels' C++ knows of the format of a program, from its Python:
+"""Writes `program_format.h`, the opcodes and layouts of programs in C++, from those in Python:
 
 python tools/program_header.py
 """
@@ -8,7 +8,7 @@ from typing import Any, get_args, get_origin
 
 import torch
 
-from inflight.execution.graph.program import FIELDS, Opcode, ValueKind
+from inflight.execution.graph.program import FIELDS, NUM_INPUTS, Opcode, ValueKind
 from inflight.execution.kernels import SOURCES
 
 HEADER = SOURCES / "program_format.h"
@@ -28,6 +28,7 @@ def cpp_header() -> str:
         names = "".join(f"  k{enum.__name__}{each.name.title().replace('_', '')} = {each.value},\n" for each in enum)
         lines.append(f"enum {enum.__name__} : int64_t {{\n{names}}};")
     lines.append(f"constexpr int kNumOperands[] = {{{', '.join(str(code.num_operands) for code in Opcode)}}};")
+    lines.append(f"constexpr int64_t kNumInputs = {NUM_INPUTS};  // the first values of a program")
     lines.append("\nnamespace format {")
     for layout, fields in FIELDS.items():
         declared = "".join(f"  {_cpp_type(kind)} {name};\n" for name, kind in fields.items())

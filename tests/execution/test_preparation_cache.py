@@ -1,4 +1,4 @@
-"""A second start of the same files neither proves nor records, and gives the same bits; any change proves again."""
+"""A second start of the same files neither proves nor traces, and gives the same bits; any change proves again."""
 
 import json
 import os
@@ -35,7 +35,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
 
 @pytest.fixture
 def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What was proved or recorded; results are kept in a folder of the test's."""
+    """What was proved or traced; results are kept in a folder of the test's."""
     seen: list[str] = []
     folder = tmp_path / "cache"
     of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))

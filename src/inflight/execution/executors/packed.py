@@ -217,9 +217,8 @@ class PackedExecutor:
         self._compiled = None
 
     def witness(self) -> WitnessedAttention:
-        """Run the definition of attention beside the backend from now on, and compare them. The cache is
-        allocated again, so nothing may have run before. The model runs eagerly: a graph's attention calls skip the
-        backend."""
+        """Run the definition of attention beside the backend from now on, and compare them. The cache is allocated
+        again, so nothing may have run before. The model runs eagerly: a graph's attention calls skip the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         witness = WitnessedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         self.backend = witness

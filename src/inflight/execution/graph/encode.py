@@ -103,12 +103,7 @@ def _write(to: EncodedProgram, kind: Any, value: Any) -> None:
     else:
         if isinstance(value, Handle):
             to.handles[len(to.codes)] = value.kind
-        to.codes.append(_scalar_type(value) if kind is torch.dtype else int(value))
-
-
-def _scalar_type(dtype: torch.dtype) -> int:
-    number: int = torch.ops.inflight.scalar_type(dtype)
-    return number
+        to.codes.append(int(torch.ops.inflight.scalar_type(value) if kind is torch.dtype else value))
 
 
 def lower(graph: Graph, *, fuses: bool = True) -> Program:
@@ -153,7 +148,7 @@ def _argument(given: Any, *, is_tensor: bool) -> Argument:
     if isinstance(given, float):
         return Argument(ValueKind.NUMBER_AS_TENSOR if is_tensor else ValueKind.NUMBER, numbers=(given,))
     if isinstance(given, torch.dtype):
-        return Argument(ValueKind.INTEGER, (Size(_scalar_type(given)),))
+        return Argument(ValueKind.INTEGER, (Size(torch.ops.inflight.scalar_type(given)),))
     if isinstance(given, torch.memory_format | torch.layout) and given in ENUMERATORS:
         return Argument(ValueKind.INTEGER, (Size(ENUMERATORS[given]),))
     if isinstance(given, str | torch.device):

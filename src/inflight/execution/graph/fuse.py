@@ -192,11 +192,11 @@ class _Fusing:
         """Whether results are rounded to bfloat16."""
         return self.output.dtype == torch.bfloat16
 
-    def emit(self, code: Opcode, length: int, a: Operand, b: Operand = UNUSED, **options: Any) -> int:
+    def emit(self, code: Opcode, length: int, a: Operand, b: Operand = UNUSED) -> int:
         """Add an instruction; returns the register of its result."""
         is_single = code is Opcode.SUM
         to = self.kernel.new_register(1 if is_single else length)
-        self.kernel.instructions.append(Instruction(code, length, Operand(to, is_single=is_single), a, b, **options))
+        self.kernel.instructions.append(Instruction(code, length, Operand(to, is_single=is_single), a, b, self.rounds))
         return to
 
     def operand(self, argument: Any) -> Operand:
@@ -290,21 +290,21 @@ def _elementwise(fusing: _Fusing) -> int:
     operands, others = fusing.node.arguments[: code.num_operands], fusing.node.arguments[code.num_operands :]
     if others and others[0] not in (1, ONE):  # a factor of the second operand
         raise CannotFuseError
-    return fusing.emit(code, fusing.length, *map(fusing.operand, operands), rounds=fusing.rounds)
+    return fusing.emit(code, fusing.length, *map(fusing.operand, operands))
 
 
 def _square(fusing: _Fusing) -> int:
     base, exponent = fusing.node.arguments
     if exponent not in (2, 2.0, Size(2)):
         raise CannotFuseError
-    return fusing.emit(Opcode.SQUARE, fusing.length, fusing.operand(base), rounds=fusing.rounds)
+    return fusing.emit(Opcode.SQUARE, fusing.length, fusing.operand(base))
 
 
 def _cast(fusing: _Fusing) -> int:
     operand = fusing.operand(fusing.node.arguments[0])
     if not fusing.rounds and operand.offset == 0:
         return operand.index  # registers are float32
-    return fusing.emit(Opcode.COPY, fusing.length, operand, rounds=fusing.rounds)
+    return fusing.emit(Opcode.COPY, fusing.length, operand)
 
 
 def _activate(fusing: _Fusing) -> int:
@@ -312,7 +312,7 @@ def _activate(fusing: _Fusing) -> int:
     code = ACTIVATIONS.get(tuple(activation))
     if code is None:
         raise CannotFuseError
-    return fusing.emit(code, fusing.length, fusing.operand(x), rounds=fusing.rounds)
+    return fusing.emit(code, fusing.length, fusing.operand(x))
 
 
 def _mean(fusing: _Fusing) -> int:

@@ -134,7 +134,7 @@ class Operand:
     is_single: bool = False
 
 
-UNUSED = Operand(0, is_single=True)
+UNUSED = Operand(-1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@
 namespace inflight {
 namespace {
 
-constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
+constexpr int64_t kMaxValues = 1 << 20;
 constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
 constexpr int64_t kMinNormalized = 1 << 14;    // elements of a layer norm that are worth another thread
 

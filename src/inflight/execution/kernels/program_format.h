@@ -46,6 +46,7 @@ enum Opcode : int64_t {
   kOpcodeGeluTanh = 15,
 };
 constexpr int kNumOperands[] = {0, 1, 1, 2, 2, 2, 2, 1, 1, 1, 1, 1, 1, 1, 1, 1};
+constexpr int64_t kNumInputs = 3;  // the first values of a program
 
 namespace format {
 

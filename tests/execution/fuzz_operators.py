@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
+from inflight.execution.graph.encode import EncodedProgram, encode
+from inflight.execution.graph.trace import trace_forward
 from inflight.execution.kernels import building, kernels_available
-from inflight.execution.recording.encoding import Program, encoded
-from inflight.execution.recording.recorded_forward import record_forward
 from inflight.execution.weights.panels import panels_of
 
 EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2**31 - 1, 2**31, 2**40, 2**63 - 1)
@@ -47,7 +47,7 @@ class Fuzzer:
         self.refused: Counter[str] = Counter()
         self.accepted: Counter[str] = Counter()
         """Calls of each operator."""
-        self.programs: list[Program] = []
+        self.programs: list[EncodedProgram] = []
         self.operators: list[Callable[[], None]] = [
             self._greedy,
             self._sample,
@@ -207,11 +207,11 @@ class Fuzzer:
         ops.delete_step(step)
 
     def _program(self) -> None:
-        """A recorded norm of rows, of which one number or another is changed."""
+        """A compiled norm of rows, of which one number or another is changed."""
         if not self.programs:
             with torch.inference_mode():
-                recorded = record_forward(lambda *rows: [_norm_of_rows(*rows)], max_tokens=64)
-            self.programs = [encoded(recorded, fuses=fuses) for fuses in (True, False)]
+                graph = trace_forward(lambda *rows: [_norm_of_rows(*rows)], max_tokens=64)
+            self.programs = [encode(graph, fuses=fuses) for fuses in (True, False)]
         codes, *others = self.random.choice(self.programs)[:4]
         changed = list(codes)
         for _ in range(self.random.randint(0, 2)):

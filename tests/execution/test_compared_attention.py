@@ -1,4 +1,4 @@
-"""The witness does not change a run, and distinguishes correct backends from broken ones."""
+"""The comparison does not change a run, and distinguishes correct backends from broken ones."""
 
 from array import array
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""A second start of the same files neither proves nor records, and gives the same bits; any change proves again."""
+"""A second start of the same files neither proves nor traces, and gives the same bits; any change proves again."""
 
 import json
 import os
@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
+from inflight.execution.graph import trace
 from inflight.execution.hf.load import load_model
 from inflight.execution.kernels import cache_folder, library
 from inflight.execution.preparation import packed_proof, proof, proof_result
 from inflight.execution.preparation.choice import EARLIER, Preparation
 from inflight.execution.preparation.proof_result import preparation_key
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.execution.recording import recorded_forward
 from inflight.quantization import quantize
 from tests import others, zoo
 from tests.execution import this_cpu
@@ -35,16 +35,12 @@ PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=3)
 
 @pytest.fixture
 def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
-    """What was proved or recorded; results are kept in a folder of the test's."""
+    """What was proved or traced; results are kept in a folder of the test's."""
     seen: list[str] = []
     folder = tmp_path / "cache"
     of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))
     monkeypatch.setattr(ResultCache, "of_the_user", of_the_test)
-    for module, name in (
-        (proof, "plain_logits"),
-        (packed_proof, "find_attention_calls"),
-        (recorded_forward, "_record"),
-    ):
+    for module, name in ((proof, "plain_logits"), (packed_proof, "find_attention_calls"), (trace, "_trace")):
         original = getattr(module, name)
 
         def watched(*args: Any, original: Callable[..., Any] = original, name: str = name, **options: Any) -> Any:

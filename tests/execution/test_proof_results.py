@@ -222,7 +222,7 @@ def test_a_key_is_none_if_a_version_is_unknown(monkeypatch: pytest.MonkeyPatch) 
     assert proof_key(zoo.build("llama"), EngineConfig()) is None
 
 
-def test_a_class_without_a_source_file_has_no_verdict(all_are_large: None, tmp_path: Path) -> None:
+def test_a_class_without_a_source_file_has_no_key(all_are_large: None, tmp_path: Path) -> None:
     """Classes in a notebook have no file and can change without a trace."""
     namespace: dict[str, Any] = {"Base": type(zoo.build("llama")), "__name__": "nowhere"}
     exec("class Written(Base): pass", namespace)

@@ -22,8 +22,8 @@ from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.fingerprint import fingerprint
+from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
-from inflight.execution.preparation.recording_proof import prove_recording
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.sampling.logprobs import Scorer
@@ -122,10 +122,10 @@ class ModelRunner:
     def make_cache_anew(self, num_blocks: int) -> None:
         """Let the cache have `num_blocks`, before anything has run. Raises `ModelError` if it does not run packed."""
         executor = self.require_packed()
-        executor.walk()
+        executor.run_eagerly()
         executor.allocate(num_blocks)
         self.info = replace(self.info, num_blocks=num_blocks)
-        self._record_anew()
+        self._retrace()
 
     def keep_states(self, group: int, num_blocks: int) -> KeptStates:
         """Keep every token's last hidden state from now on, before anything has run. Raises `ModelError` if the model
@@ -138,13 +138,13 @@ class ModelRunner:
         executor = self.require_packed()
         kept = KeptStates(self.model, group, num_blocks, self.config.block_size)
         executor.keep_states(kept)
-        self._record_anew()
+        self._retrace()
         return kept
 
-    def _record_anew(self) -> None:
-        """Record the forward pass again, if it was recorded."""
+    def _retrace(self) -> None:
+        """Trace the forward pass again, if it runs as a graph."""
         if self.info.is_recorded:
-            reason = prove_recording(self.require_packed(), self.config, self.info.num_blocks)
+            reason = prove_graph(self.require_packed(), self.config, self.info.num_blocks)
             self.info = replace(self.info, is_recorded=reason is None)
 
     def fingerprint(self) -> bytes:
@@ -165,7 +165,7 @@ class ModelRunner:
     def compare_attention(self) -> ComparedAttention:
         """From now on run the definition of attention beside the backend. The cache is made again, so nothing may have
         run yet. Raises `ModelError` if attention is the model's own."""
-        return self.require_packed().comparison()
+        return self.require_packed().compare_attention()
 
 
 def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:

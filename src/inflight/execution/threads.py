@@ -27,7 +27,7 @@ class ComputeThreads:
         """For what the calling thread does next.
 
         Args:
-            are_own: whether our operators run on threads of ours, and torch's in a recording on the calling one alone
+            are_own: whether our operators run on threads of ours, and torch's in a graph on the calling one alone
                 (`kernels/threads.h`).
         """
         if torch.get_num_threads() != self.number:  # torch has one for each thread that calls it

@@ -12,7 +12,7 @@ class StepCapture:
     """Keeps steps; `observe` must be called with the record of every step of an engine, from its first on.
 
     Args:
-        witness: runs the engine's attention.
+        comparison: runs the engine's attention.
         steps: the numbers of the steps to keep. None: the first step in which a sequence begins in a slot that another
             one has left, beside decodes of others, and the step before; or else the first step that mixes prefill and
             decodes; or else the last one.

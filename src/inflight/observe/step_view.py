@@ -177,7 +177,7 @@ def view_span(
 def view_step(
     record: StepRecord, spans: Sequence[SpanView], batch: RaggedBatch, calls: Sequence[ComparedCall], backend: str
 ) -> StepView:
-    """Assemble a step from its record, its spans, the batch that ran, and its witnessed attention calls."""
+    """Assemble a step from its record, its spans, the batch that ran, and its compared attention calls."""
     return StepView(
         step=record.step,
         num_waiting=record.num_waiting,

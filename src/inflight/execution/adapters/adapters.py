@@ -33,7 +33,7 @@ class Adapters:
     """The adapters of one model. Any thread may open them; everything else is for the one that runs steps.
 
     Args:
-        executor: its model was prepacked, and is not recorded yet; its cache is allocated, and still unused.
+        executor: its model was prepacked, and is not traced yet; its cache is allocated, and still unused.
         block_size: of the cache.
         max_bytes: how much those in memory may take that no running sequence has.
 

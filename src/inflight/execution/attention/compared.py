@@ -1,7 +1,7 @@
 """`ComparedAttention`: a backend with the definition beside it, to compare what ran with what should have.
 
 The definition keeps a cache of its own from the first step on, so the comparison depends neither on how the witnessed
-backend lays out its storage nor on whether it stored correctly. Results are the witnessed backend's.
+backend lays out its storage nor on whether it stored correctly. Results are the backend's.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class WitnessedCache(KVStorage):
-    """The witnessed backend's storage as it made it, and the definition's beside it."""
+    """The backend's storage as it made it, and the definition's beside it."""
 
     own: KVStorage
     shadow: KVStorage

@@ -8,7 +8,7 @@ import torch
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
 TYPE_SHIFT = 20
-"""A recorded forward pass takes token ids and positions only, so a token's type goes with its position, in the bits
+"""A graph takes token ids and positions only, so a token's type goes with its position, in the bits
 from here on."""
 
 

@@ -18,14 +18,14 @@ from inflight.execution.attention.interface import KVStorage
 from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
+from inflight.execution.graph.encode import EncodedProgram
+from inflight.execution.graph.graph import Graph
+from inflight.execution.graph.run import CompiledGraph
+from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.program import RecordedPass
-from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
-from inflight.execution.recording.recorder import UnrecordableError
 from inflight.execution.weights.linear_calls import is_watched
 
 logger = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class PackedExecutor:
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
         self.counting = counting
-        self._recorded: RecordedForward | None = None
+        self._compiled: CompiledGraph | None = None
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
         """Tells the layers which adapters the rows of each step have."""
@@ -116,12 +116,12 @@ class PackedExecutor:
     @property
     def needs_torch_threads(self) -> bool:
         """Whether torch's operators have work for several threads in a step."""
-        return self._recorded is None or self._recorded.program.needs_torch_threads
+        return self._compiled is None or self._compiled.program.needs_torch_threads
 
     def keep_states(self, kept: KeptStates) -> None:
-        """Keep every token's last hidden state from now on. A model that was recorded walks."""
+        """Keep every token's last hidden state from now on. The model runs eagerly."""
         self._kept = kept
-        self.walk()
+        self.run_eagerly()
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> torch.Tensor:
@@ -156,14 +156,14 @@ class PackedExecutor:
     ) -> list[torch.Tensor]:
         """The outputs of a step, from its rows with those that only fill it up."""
         rows = input_ids, positions, logit_rows
-        if self._recorded is not None:
-            return _without_padding(batch, self._recorded(*rows))
+        if self._compiled is not None:
+            return _without_padding(batch, self._compiled(*rows))
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
         with embeddings:
-            return _without_padding(batch, self._walk(*rows, batch.num_tokens))
+            return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens))
 
-    def _walk(
+    def _run_eagerly(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
     ) -> list[torch.Tensor]:
         """The outputs for rows of which `num_tokens` are tokens, by the model's own Python."""
@@ -178,50 +178,50 @@ class PackedExecutor:
         return [logits, *states]
 
     @torch.inference_mode()
-    def record(self, max_tokens: int) -> RecordedPass:
-        """Record the forward pass, for `run_program`. Raises `UnrecordableError` if that is impossible.
+    def trace(self, max_tokens: int) -> Graph:
+        """Trace the forward pass, for `run_program`. Raises `UntraceableError` if that is impossible.
 
         Args:
             max_tokens: the most tokens that a step may have.
         """
         if not isinstance(self.backend, CpuAttention):
-            raise UnrecordableError("it needs the attention backend 'cpu'")
+            raise UntraceableError("it needs the attention backend 'cpu'")
         if self._longrope_length is not None:
-            raise UnrecordableError("its position embeddings depend on each sequence's length (LongRoPE)")
+            raise UntraceableError("its position embeddings depend on each sequence's length (LongRoPE)")
         if any(is_watched(module) for module in self.model.modules()):
-            raise UnrecordableError("there are hooks on its modules")
+            raise UntraceableError("there are hooks on its modules")
         self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
 
-        def walk(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
-            return self._walk(input_ids, positions, logit_rows, len(input_ids))
+        def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
+            return self._run_eagerly(input_ids, positions, logit_rows, len(input_ids))
 
-        return record_forward(walk, max_tokens)
+        return trace_forward(run, max_tokens)
 
-    def run_program(self, program: Program) -> None:
-        """Run a recorded forward pass in every step from now on."""
-        self._recorded = RecordedForward(program)
+    def run_program(self, program: EncodedProgram) -> None:
+        """Run a compiled graph in every step from now on."""
+        self._compiled = CompiledGraph(program)
 
     @property
-    def program(self) -> Program | None:
-        """The recorded forward pass that runs; None: the model's own Python runs."""
-        return None if self._recorded is None else self._recorded.program
+    def program(self) -> EncodedProgram | None:
+        """The program that runs; None: the model's own Python runs."""
+        return None if self._compiled is None else self._compiled.program
 
     @property
     def attention_calls(self) -> list[int]:
         """The numbers by which the kernels know the attention calls, in order; empty with any other backend."""
         return [cache.call for cache in self._caches if isinstance(cache, CpuCache)]
 
-    def walk(self) -> None:
+    def run_eagerly(self) -> None:
         """Run the model's own Python in every forward pass from now on."""
-        self._recorded = None
+        self._compiled = None
 
-    def comparison(self) -> ComparedAttention:
-        """Run the definition of attention beside the backend from now on, and compare them. The cache is made again, so
-        nothing may have run before; a model that was recorded walks, because its attention calls skip the backend."""
+    def compare_attention(self) -> ComparedAttention:
+        """Run the definition of attention beside the backend from now on, and compare them. The cache is allocated
+        again, so nothing may have run before. The model runs eagerly: a graph's attention calls skip the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         comparison = ComparedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         self.backend = comparison
-        self.walk()
+        self.run_eagerly()
         self.allocate(self._num_blocks)
         return comparison
 

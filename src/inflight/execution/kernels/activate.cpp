@@ -5,7 +5,6 @@
 #include "parallel.h"
 
 namespace inflight {
-namespace {
 
 Floats relu(Floats x) { return x < 0.f ? Floats{} : x; }
 Floats swish(Floats x) { return x / (exp(-x) + 1.f); }
@@ -14,6 +13,8 @@ Floats gelu_tanh(Floats x) {
   return x * 0.5f * (tanh(inner) + 1.f);
 }
 Floats gelu(Floats x) { return x * 0.5f * (erf(x * 0.7071067812f) + 1.f); }
+
+namespace {
 
 // A partial vector is computed like a whole one.
 template <class Value>

@@ -10,6 +10,10 @@
 namespace inflight {
 
 using Activation = Floats (*)(Floats);
+Floats relu(Floats x);
+Floats swish(Floats x);
+Floats gelu(Floats x);
+Floats gelu_tanh(Floats x);
 
 // nullptr for "none".
 Activation find_activation(std::string_view activation, std::string_view variant);

@@ -6,6 +6,8 @@
 
 #include <stdint.h>
 
+#include "program_format.h"
+
 extern "C" {
 
 enum { kInflightMaxDims = 16 };
@@ -34,17 +36,10 @@ struct InflightTensor {
   int64_t sizes[kInflightMaxDims], strides[kInflightMaxDims];  // in elements
 };
 
-// What kind a value is; of arguments in a program it is a code of theirs, too (recording/encoding.py).
-enum InflightKind : int64_t {
-  kInflightNone, kInflightInteger, kInflightNumber, kInflightFlag, kInflightTensor, kInflightIntegers, kInflightTensors,
-  kInflightNumberAsTensor, kInflightIntegerAsTensor, kInflightWord, kInflightDevice, kInflightNumbers,
-  kInflightWords, kInflightOptionalTensors  // in no program
-};
-
 // An argument or a result. Results have tensors only, or an integer; the references are the caller's from then on, and
 // what they lie in is valid until the thread's next call.
 struct InflightValue {
-  int64_t kind;
+  int64_t kind;  // a `ValueKind`
   int64_t integer;    // or a flag, or a dtype; of tensors, lists and words how many `items` there are
   double number;
   const void* items;  // int64_t, double, char, `InflightTensor`, or of words `InflightValue`

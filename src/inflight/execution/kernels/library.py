@@ -127,7 +127,8 @@ def kernels_name() -> str:
 def bridge_name() -> str:
     """Of the bridge to this torch, likewise."""
     torch_build = [torch.__version__, str(torch.version.git_version)]
-    return f"bridge-{_digest([SOURCES / BRIDGE, SOURCES / 'bridge.h'], FLAGS, building.BRIDGE_FLAGS, torch_build)}.so"
+    sources = [SOURCES / name for name in (BRIDGE, "bridge.h", "program_format.h")]
+    return f"bridge-{_digest(sources, FLAGS, building.BRIDGE_FLAGS, torch_build)}.so"
 
 
 def _digest(sources: Iterable[Path], *others: Iterable[str]) -> str:

@@ -192,8 +192,9 @@ Registry<Program> programs;
 
 int64_t new_program(Sizes codes, std::span<const double> numbers, const std::vector<std::string>& words,
                     const std::vector<Tensor>& constants) {
-  Reader reader(codes, numbers, words);
-  return programs.add(std::make_shared<Program>(reader, constants, [](int64_t number) { return linears.get(number); }));
+  format::Program code;
+  Reader(codes, numbers, words)(code);
+  return programs.add(std::make_shared<Program>(std::move(code), constants, [](int64_t number) { return linears.get(number); }));
 }
 void delete_program(int64_t program) { programs.remove(program); }
 
@@ -217,13 +218,13 @@ int64_t scalar_type(ScalarType dtype) { return int64_t(dtype); }
 
 // ------------------------------------------------------------------------------------------------ for the bridge
 
-void check_kind(const InflightValue& value, InflightKind kind) {
+void check_kind(const InflightValue& value, ValueKind kind) {
   CHECK(value.kind == kind, "an operator takes an argument of the kind ", int64_t(kind), ", not ", value.kind);
 }
 
 // What there is of a kind.
 template <class Item>
-std::span<const Item> items_of(const InflightValue& value, InflightKind kind) {
+std::span<const Item> items_of(const InflightValue& value, ValueKind kind) {
   check_kind(value, kind);
   return {static_cast<const Item*>(value.items), size_t(value.integer)};
 }
@@ -231,28 +232,28 @@ std::span<const Item> items_of(const InflightValue& value, InflightKind kind) {
 // An argument as a parameter of a type.
 template <class Type>
 [[gnu::noinline]] Type argument(const InflightValue& value) {
-  if constexpr (std::is_same_v<Type, Tensor>) return Tensor(items_of<InflightTensor>(value, kInflightTensor)[0]);
+  if constexpr (std::is_same_v<Type, Tensor>) return Tensor(items_of<InflightTensor>(value, kValueKindTensor)[0]);
   else if constexpr (std::is_same_v<Type, std::optional<Tensor>>)
-    return value.kind == kInflightNone ? std::nullopt : std::optional(argument<Tensor>(value));
+    return value.kind == kValueKindNone ? std::nullopt : std::optional(argument<Tensor>(value));
   else if constexpr (std::is_same_v<Type, std::string_view>) {
-    const auto letters = items_of<char>(value, kInflightWord);
+    const auto letters = items_of<char>(value, kValueKindWord);
     return {letters.data(), letters.size()};
-  } else if constexpr (std::is_same_v<Type, Sizes>) return items_of<int64_t>(value, kInflightIntegers);
-  else if constexpr (std::is_same_v<Type, std::span<const double>>) return items_of<double>(value, kInflightNumbers);
+  } else if constexpr (std::is_same_v<Type, Sizes>) return items_of<int64_t>(value, kValueKindIntegers);
+  else if constexpr (std::is_same_v<Type, std::span<const double>>) return items_of<double>(value, kValueKindNumbers);
   else if constexpr (std::is_same_v<Type, std::vector<Tensor>>) {
     std::vector<Tensor> list;
-    for (const InflightTensor& each : items_of<InflightTensor>(value, kInflightTensors)) list.emplace_back(each);
+    for (const InflightTensor& each : items_of<InflightTensor>(value, kValueKindTensors)) list.emplace_back(each);
     return list;
   } else if constexpr (std::is_same_v<Type, std::vector<std::string>>) {
     std::vector<std::string> list;
-    for (const InflightValue& each : items_of<InflightValue>(value, kInflightWords))
+    for (const InflightValue& each : items_of<InflightValue>(value, kValueKindWords))
       list.emplace_back(argument<std::string_view>(each));
     return list;
   } else if constexpr (std::is_same_v<Type, double>) {
-    check_kind(value, kInflightNumber);
+    check_kind(value, kValueKindNumber);
     return value.number;
   } else {
-    if (value.kind != kInflightFlag) check_kind(value, kInflightInteger);
+    if (value.kind != kValueKindFlag) check_kind(value, kValueKindInteger);
     return Type(value.integer);
   }
 }
@@ -265,10 +266,10 @@ template <class Type>
     own.push_back(each.raw());
     torch->retain(each.memory().raw().owner);
   }
-  return {kInflightTensors, int64_t(own.size()), 0, own.data()};
+  return {kValueKindTensors, int64_t(own.size()), 0, own.data()};
 }
 InflightValue given(const Tensor& tensor) { return given(std::vector{tensor}); }
-InflightValue given(int64_t number) { return {kInflightInteger, number, 0, nullptr}; }
+InflightValue given(int64_t number) { return {kValueKindInteger, number, 0, nullptr}; }
 
 template <class Result, class... Parameters, size_t... kPlaces>
 void call(Result (*function)(Parameters...), const InflightValue* arguments, InflightValue* result,

@@ -10,20 +10,34 @@
 namespace inflight {
 namespace {
 
-constexpr int64_t kNumInputs = 3, kMaxValues = 1 << 20;
+constexpr int64_t kMaxValues = 1 << 20;
 constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
 constexpr int64_t kMinNormalized = 1 << 14;    // elements of a layer norm that are worth another thread
 
-enum class Work : int64_t { kRowKernel, kOperator, kLinear };
+using format::Argument;
+using format::Size;
+using format::View;
 
-ValueView read_view(Reader& reader) {
-  const int64_t value = reader.code();
-  const bool is_opaque = reader.flag();
-  const ScalarType dtype = reader.dtype();
-  std::vector<Size> sizes = reader.sizes(), strides = reader.sizes();
-  CHECK(sizes.size() == strides.size() && int64_t(sizes.size()) <= kMaxDims, "a view has a stride for each of its sizes, ",
-        kMaxDims, " at most");
-  return {value, is_opaque, dtype, std::move(sizes), std::move(strides), reader.size()};
+// What is known of an argument before any step. It points into it.
+InflightValue known(const Argument& argument) {
+  switch (argument.kind) {
+    case kValueKindInteger:
+    case kValueKindFlag:
+    case kValueKindIntegerAsTensor: return {argument.kind, argument.sizes.at(0).fixed, 0, nullptr};
+    case kValueKindNumber:
+    case kValueKindNumberAsTensor: return {argument.kind, 0, argument.numbers.at(0), nullptr};
+    case kValueKindWord:
+    case kValueKindDevice: return {argument.kind, int64_t(argument.word.size()), 0, argument.word.data()};
+    case kValueKindNumbers: return {argument.kind, int64_t(argument.numbers.size()), 0, argument.numbers.data()};
+    default: return {argument.kind, 0, 0, nullptr};
+  }
+}
+
+void check(const Argument& argument) {
+  const auto& [kind, sizes, numbers, views, word] = argument;
+  CHECK(kValueKindNone <= kind && kind <= kValueKindNumbers, "a program has an argument of no known kind");
+  CHECK(kind != kValueKindTensor || (views.size() == 1 && views[0]), "a program has an argument without its tensor");
+  known(argument);
 }
 
 // What an operator gives.
@@ -36,7 +50,8 @@ std::vector<Memory> memories_of(const InflightValue& result) {
 
 }  // namespace
 
-Tensor ValueView::of(const std::vector<Memory>& values, const StepSize& step) const {
+Tensor view_of(const View& view, const std::vector<Memory>& values, const StepSize& step) {
+  const auto& [value, dtype, sizes, strides, offset, is_opaque] = view;
   const Memory& base = values.at(value);
   CHECK(base.defined(), "a program reads a value that is not there");
   Memory memory = base;
@@ -44,15 +59,17 @@ Tensor ValueView::of(const std::vector<Memory>& values, const StepSize& step) co
     memory.add_flags(kInflightIsWhole);
     return {std::move(memory), Sizes()};
   }
+  CHECK(sizes.size() == strides.size() && int64_t(sizes.size()) <= kMaxDims, "a view has a stride for each of its sizes, ",
+        kMaxDims, " at most");
   CHECK(base.is_dense(), "a program looks into a value that is not dense");
   memory.set_type(dtype);
   int64_t shape[kMaxDims], distances[kMaxDims];
   __int128 num_elements = 1;
-  const int64_t first = offset.place_at(step), num_dims = int64_t(sizes.size()), item_size = size_of(dtype);
+  const int64_t first = place_at(offset, step), num_dims = int64_t(sizes.size()), item_size = size_of(dtype);
   __int128 end = first + 1;
   bool is_empty = false;
   for (int64_t dim = 0; dim < num_dims; ++dim) {
-    shape[dim] = sizes[dim].place_at(step), distances[dim] = strides[dim].place_at(step);
+    shape[dim] = place_at(sizes[dim], step), distances[dim] = place_at(strides[dim], step);
     end += __int128(shape[dim] - 1) * distances[dim];
     is_empty |= shape[dim] == 0;
     num_elements *= shape[dim];
@@ -63,50 +80,25 @@ Tensor ValueView::of(const std::vector<Memory>& values, const StepSize& step) co
   return {std::move(memory), data, Sizes(shape, num_dims), Sizes(distances, num_dims)};
 }
 
-OperatorArgument::OperatorArgument(Reader& reader) : kind(InflightKind(reader.code())) {
-  if (kind == kInflightInteger) sizes.push_back(reader.size());
-  else if (kind == kInflightNumber || kind == kInflightNumberAsTensor) number = reader.number();
-  else if (kind == kInflightFlag) integer = reader.flag();
-  else if (kind == kInflightIntegerAsTensor) integer = reader.code();
-  else if (kind == kInflightTensor) views.emplace_back(read_view(reader));
-  else if (kind == kInflightIntegers) sizes = reader.sizes();
-  else if (kind == kInflightTensors)
-    views = reader.list([&] { return reader.flag() ? std::optional(read_view(reader)) : std::nullopt; });
-  else if (kind == kInflightWord || kind == kInflightDevice) word = reader.word();
-  else if (kind == kInflightNumbers) numbers = reader.list([&] { return reader.number(); });
-  else CHECK(kind == kInflightNone, "a program has an argument of no known kind");
-}
-
-InflightValue OperatorArgument::known() const {
-  switch (kind) {
-    case kInflightInteger: return {kind, sizes[0].fixed, 0, nullptr};
-    case kInflightWord:
-    case kInflightDevice: return {kind, int64_t(word.size()), 0, word.data()};
-    case kInflightNumbers: return {kind, int64_t(numbers.size()), 0, numbers.data()};
-    default: return {kind, integer, number, nullptr};
-  }
-}
-
-OperatorCall::OperatorCall(Reader& reader) : name_(reader.word()) {
-  const std::string& overload = reader.word();
-  arguments_ = reader.list([&] { return OperatorArgument(reader); });
-  if (name_.starts_with("inflight::")) own_ = find_operator(std::string_view(name_).substr(10));
+OperatorCall::OperatorCall(format::OperatorCall code) : code_(std::move(code)) {
+  const std::string& name = code_.name;
+  for (const Argument& each : code_.arguments) check(each);
+  if (name.starts_with("inflight::")) own_ = find_operator(std::string_view(name).substr(10));
   if (own_) {
-    CHECK(int64_t(arguments_.size()) == own_->num_arguments, "an operator of a program has ", own_->num_arguments,
-          " arguments, not ", arguments_.size());
+    CHECK(int64_t(code_.arguments.size()) == own_->num_arguments, "an operator of a program has ", own_->num_arguments,
+          " arguments, not ", code_.arguments.size());
   } else {
-    std::vector<InflightArgument> known;
-    for (const OperatorArgument& each : arguments_) {
+    std::vector<InflightArgument> arguments;
+    for (const Argument& each : code_.arguments) {
       const bool is_fixed = !each.sizes.empty() && each.sizes[0].per_token == 0 && each.sizes[0].per_logit_row == 0;
-      known.push_back({each.known(), is_fixed});
+      arguments.push_back({known(each), is_fixed});
     }
     void* made = nullptr;
-    check_done(torch->new_operator(name_.c_str(), overload.c_str(), known.data(), int64_t(known.size()), &made));
+    check_done(torch->new_operator(name.c_str(), code_.overload.c_str(), arguments.data(), int64_t(arguments.size()), &made));
     operator_.reset(made);
   }
-  outputs_ = reader.list([&] { return reader.code(); });
-  is_torchs_ = name_.starts_with("aten::");
-  is_layer_norm_ = name_ == "aten::native_layer_norm" || name_ == "aten::layer_norm";
+  is_torchs_ = name.starts_with("aten::");
+  is_layer_norm_ = name == "aten::native_layer_norm" || name == "aten::layer_norm";
 }
 
 void OperatorCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory&) const {
@@ -114,27 +106,27 @@ void OperatorCall::run(std::vector<Memory>& values, const StepSize& step, Reused
   std::vector<InflightTensor> tensors;
   std::vector<int64_t> integers;
   size_t num_tensors = 0, num_integers = 0;
-  for (const OperatorArgument& each : arguments_) num_tensors += each.views.size(), num_integers += each.sizes.size();
+  for (const Argument& each : code_.arguments) num_tensors += each.views.size(), num_integers += each.sizes.size();
   viewed.reserve(num_tensors), tensors.reserve(num_tensors), integers.reserve(num_integers);
   std::vector<InflightValue> arguments;
-  for (const OperatorArgument& each : arguments_) {
-    InflightValue& argument = arguments.emplace_back(each.known());
-    if (each.kind == kInflightTensor || each.kind == kInflightTensors) {
+  for (const Argument& each : code_.arguments) {
+    InflightValue& argument = arguments.emplace_back(known(each));
+    if (each.kind == kValueKindTensor || each.kind == kValueKindTensors) {
       argument = {each.kind, int64_t(each.views.size()), 0, tensors.data() + tensors.size()};
       for (const auto& view : each.views)
-        tensors.push_back(view ? viewed.emplace_back(view->of(values, step)).raw() : InflightTensor{});
-    } else if (each.kind == kInflightInteger) {
-      argument.integer = each.sizes[0].at(step);
-    } else if (each.kind == kInflightIntegers) {
+        tensors.push_back(view ? viewed.emplace_back(view_of(*view, values, step)).raw() : InflightTensor{});
+    } else if (each.kind == kValueKindInteger) {
+      argument.integer = at(each.sizes[0], step);
+    } else if (each.kind == kValueKindIntegers) {
       argument = {each.kind, int64_t(each.sizes.size()), 0, integers.data() + integers.size()};
-      for (const Size& size : each.sizes) integers.push_back(size.at(step));
+      for (const Size& size : each.sizes) integers.push_back(at(size, step));
     }
   }
   const bool is_alone = is_torchs_ && uses_own_threads();
   std::vector<Memory> results = own_                                 ? call_own(arguments)
                                 : is_alone && is_dealt_out(arguments) ? deal_out(std::move(arguments))
                                                                       : call(arguments, is_alone ? kInflightAlone : 0);
-  for (size_t i = 0; i < results.size(); ++i) values.at(outputs_.at(i)) = std::move(results[i]);
+  for (size_t i = 0; i < results.size(); ++i) values.at(code_.outputs.at(i)) = std::move(results[i]);
 }
 
 std::vector<Memory> OperatorCall::call(const std::vector<InflightValue>& arguments, int32_t how) const {
@@ -145,7 +137,7 @@ std::vector<Memory> OperatorCall::call(const std::vector<InflightValue>& argumen
 
 // Without torch, which would look it up.
 std::vector<Memory> OperatorCall::call_own(const std::vector<InflightValue>& arguments) const {
-  const Range range(name_.c_str());
+  const Range range(code_.name.c_str());
   InflightValue result{};
   own_->run(arguments.data(), &result);
   return memories_of(result);
@@ -153,7 +145,7 @@ std::vector<Memory> OperatorCall::call_own(const std::vector<InflightValue>& arg
 
 // Whether this is a layer norm of the last dimension with work for several threads.
 bool OperatorCall::is_dealt_out(const std::vector<InflightValue>& arguments) const {
-  if (!is_layer_norm_ || arguments_.at(0).kind != kInflightTensor || arguments_.at(1).kind != kInflightIntegers) return false;
+  if (!is_layer_norm_ || code_.arguments.at(0).kind != kValueKindTensor || code_.arguments.at(1).kind != kValueKindIntegers) return false;
   const auto& input = *static_cast<const InflightTensor*>(arguments[0].items);
   int64_t num_elements = 1;
   for (int64_t dim = 0; dim < input.num_dims; ++dim) num_elements *= input.sizes[dim];
@@ -191,7 +183,7 @@ std::vector<Memory> OperatorCall::deal_out(std::vector<InflightValue> arguments)
 
 void LinearCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const {
   const Range range("inflight::linear");
-  const Tensor rows = input.of(values, step);
+  const Tensor rows = view_of(input, values, step);
   CHECK(rows.dim() > 0, "activations must have a dimension");
   int64_t sizes[kMaxDims];
   std::copy_n(rows.sizes().data(), rows.dim(), sizes);
@@ -204,38 +196,30 @@ void LinearCall::run(std::vector<Memory>& values, const StepSize& step, ReusedMe
   apply_to(*linear, rows, to);
 }
 
-Program::Program(Reader& reader, const std::vector<Tensor>& constants, const FindLinear& find_linear) {
-  const int64_t num_values = reader.code();
+Program::Program(format::Program code, const std::vector<Tensor>& constants, const FindLinear& find_linear)
+    : outputs_(std::move(code.outputs)) {
+  const int64_t num_values = code.num_values;
   CHECK(num_values >= kNumInputs && num_values < kMaxValues, "a program cannot have ", num_values, " values");
   values_.resize(num_values);
-  size_t next = 0;
-  reader.list([&] {
-    const Tensor& constant = constants.at(next++);
+  for (size_t i = 0; i < code.constants.size(); ++i) {
+    const Tensor& constant = constants.at(i);
     CHECK(constant.defined() && constant.memory().is_on_cpu(), "a constant of a program must lie on the CPU");
-    return values_.at(reader.code()) = constant.memory();
-  });
-  items_ = reader.list([&] {
-    const auto read_work = [&]() -> decltype(Item::work) {
-      switch (Work(reader.code())) {
-        case Work::kRowKernel: return RowKernel(reader);
-        case Work::kOperator: return OperatorCall(reader);
-        case Work::kLinear: {
-          auto linear = find_linear(reader.code());
-          ValueView input = read_view(reader);
-          return LinearCall{std::move(linear), std::move(input), reader.code()};
-        }
-      }
-      fail("a program has work of no known kind");
-    };
-    auto work = read_work();
-    return Item{std::move(work), reader.list([&] { return reader.code(); })};
-  });
+    values_.at(code.constants[i]) = constant.memory();
+  }
+  struct {
+    const FindLinear& find_linear;
+    decltype(Item::work) operator()(format::OperatorCall& call) const { return OperatorCall(std::move(call)); }
+    decltype(Item::work) operator()(format::RowKernel& kernel) const { return RowKernel(std::move(kernel)); }
+    decltype(Item::work) operator()(format::LinearCall& call) const {
+      return LinearCall{find_linear(call.linear), std::move(call.input), call.output};
+    }
+  } const ready{find_linear};
+  for (format::Item& item : code.items) items_.push_back({std::visit(ready, item.work), std::move(item.released)});
   const Linear* next_linear = nullptr;
   for (auto item = items_.rbegin(); item != items_.rend(); ++item) {
     if (const auto* call = std::get_if<LinearCall>(&item->work)) next_linear = call->linear.get();
     if (std::holds_alternative<RowKernel>(item->work)) item->next_linear = next_linear;
   }
-  outputs_ = reader.list([&] { return read_view(reader); });
   is_reused_.resize(num_values);
   for (const Item& item : items_)
     for (const int64_t value : std::visit([](const auto& work) { return work.made(); }, item.work))
@@ -300,9 +284,9 @@ int64_t ProgramRun::num_small_items(int64_t most) const {
 std::vector<Tensor> ProgramRun::outputs() const {
   CHECK(next_ == program_->items_.size(), "a program has not run to its end");
   std::vector<Tensor> outputs;
-  for (const ValueView& view : program_->outputs_) {
+  for (const View& view : program_->outputs_) {
     InflightTensor own;
-    const InflightTensor raw = view.of(values_, step_).raw();
+    const InflightTensor raw = view_of(view, values_, step_).raw();
     check_done(torch->view(&raw, &own));
     outputs.emplace_back(Memory::taken(own.memory), own);
   }

@@ -1,4 +1,4 @@
-// A recorded forward pass: a list of operators and row kernels that runs without Python.
+// A program: a traced forward pass as a list of operators and row kernels, which runs without Python.
 #pragma once
 
 #include <functional>
@@ -13,31 +13,8 @@
 
 namespace inflight {
 
-// A tensor as a view of the memory of one of the program's values.
-struct ValueView {
-  int64_t value;
-  bool is_opaque;  // a tensor of oneDNN's, which is the value itself
-  ScalarType dtype;
-  std::vector<Size> sizes, strides;
-  Size offset;
-
-  Tensor of(const std::vector<Memory>& values, const StepSize& step) const;
-};
-
-// An argument of an operator: what differs from step to step, and how it is written down.
-struct OperatorArgument {
-  InflightKind kind;
-  double number = 0;
-  int64_t integer = 0;      // or a flag
-  std::vector<Size> sizes;  // one of an integer that may differ from step to step
-  std::vector<std::optional<ValueView>> views;
-  std::vector<double> numbers;
-  std::string word;
-
-  explicit OperatorArgument(Reader& reader);
-  // What is known of it before any step. It points into this.
-  InflightValue known() const;
-};
+// A view of one of the program's values.
+Tensor view_of(const format::View& view, const std::vector<Memory>& values, const StepSize& step);
 
 // One of ours, by its name without a namespace; null: there is none.
 const InflightOperator* find_operator(std::string_view name);
@@ -45,7 +22,7 @@ const InflightOperator* find_operator(std::string_view name);
 // Calls one operator of torch's, or of ours.
 class OperatorCall {
  public:
-  explicit OperatorCall(Reader& reader);
+  explicit OperatorCall(format::OperatorCall code);
   void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory&) const;
   std::vector<int64_t> made() const { return {}; }  // in reused memory: torch takes its own
 
@@ -58,18 +35,16 @@ class OperatorCall {
   bool is_dealt_out(const std::vector<InflightValue>& arguments) const;
   std::vector<Memory> deal_out(std::vector<InflightValue> arguments) const;
 
-  std::vector<OperatorArgument> arguments_;
-  std::string name_;
+  format::OperatorCall code_;
   std::unique_ptr<void, Delete> operator_;
   const InflightOperator* own_ = nullptr;  // instead
   bool is_torchs_, is_layer_norm_;
-  std::vector<int64_t> outputs_;  // values
 };
 
 // Calls a linear layer of ours without looking it up.
 struct LinearCall {
   std::shared_ptr<const Linear> linear;
-  ValueView input;
+  format::View input;
   int64_t output;  // a value
 
   void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const;
@@ -81,7 +56,7 @@ using FindLinear = std::function<std::shared_ptr<const Linear>(int64_t)>;
 
 class Program {
  public:
-  Program(Reader& reader, const std::vector<Tensor>& constants, const FindLinear& find_linear);
+  Program(format::Program code, const std::vector<Tensor>& constants, const FindLinear& find_linear);
 
  private:
   friend class ProgramRun;
@@ -93,7 +68,7 @@ class Program {
 
   std::vector<Memory> values_;  // the constants, each in its place
   std::vector<Item> items_;
-  std::vector<ValueView> outputs_;
+  std::vector<format::View> outputs_;
   std::vector<bool> is_reused_;  // of each value: whether it lies in memory that serves again
   mutable ReusedMemory memory_;  // of the last run
   mutable std::mutex mutex_;

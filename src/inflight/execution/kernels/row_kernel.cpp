@@ -3,11 +3,15 @@
 #include <array>
 #include <cmath>
 
+#include "activate.h"
 #include "convert.h"
 #include "parallel.h"
 
 namespace inflight {
 namespace {
+
+using format::Instruction;
+using format::Operand;
 
 constexpr int64_t kMinWork = 1 << 17;  // elements times instructions that are worth another thread
 constexpr int64_t kMaxLength = 1 << 20;  // of a row
@@ -100,7 +104,7 @@ class Registers {
   float* operator[](const Operand& operand) { return floats_ + places_[operand.index] + operand.offset; }
 
   template <class Operation>
-  void unary(const RowInstruction& at, const Operation& operation) {
+  void unary(const Instruction& at, const Operation& operation) {
     const float* a = (*this)[at.a];
     float* to = (*this)[at.to];
     for (int64_t i = 0; i < at.length; i += kLanes) {
@@ -110,7 +114,7 @@ class Registers {
   }
 
   template <class Operation>
-  void binary(const RowInstruction& at, const Operation& operation) {
+  void binary(const Instruction& at, const Operation& operation) {
     const float *a = (*this)[at.a], *b = (*this)[at.b];
     float* to = (*this)[at.to];
     const Floats all_a = broadcast(*a), all_b = broadcast(*b);
@@ -121,21 +125,24 @@ class Registers {
     }
   }
 
-  void run(const RowInstruction& at) {
+  void run(const Instruction& at) {
     switch (at.code) {
-      case Opcode::kCopy: return unary(at, [](Floats a) { return a; });
-      case Opcode::kAdd: return binary(at, [](Floats a, Floats b) { return a + b; });
-      case Opcode::kSubtract: return binary(at, [](Floats a, Floats b) { return a - b; });
-      case Opcode::kMultiply: return binary(at, [](Floats a, Floats b) { return a * b; });
-      case Opcode::kDivide: return binary(at, [](Floats a, Floats b) { return a / b; });
-      case Opcode::kNegate: return unary(at, [](Floats a) { return -a; });
-      case Opcode::kSquare: return unary(at, [](Floats a) { return a * a; });
-      case Opcode::kSquareRoot: return unary(at, square_root);
-      case Opcode::kReciprocalRoot: return unary(at, [](Floats a) { return 1.f / square_root(a); });
-      case Opcode::kActivate: return unary(at, at.activation);
-      case Opcode::kSum: *(*this)[at.to] = TorchSum::of((*this)[at.a], at.length); return;
-      case Opcode::kLoad:
-      case Opcode::kStore: break;
+      case kOpcodeCopy: return unary(at, [](Floats a) { return a; });
+      case kOpcodeAdd: return binary(at, [](Floats a, Floats b) { return a + b; });
+      case kOpcodeSubtract: return binary(at, [](Floats a, Floats b) { return a - b; });
+      case kOpcodeMultiply: return binary(at, [](Floats a, Floats b) { return a * b; });
+      case kOpcodeDivide: return binary(at, [](Floats a, Floats b) { return a / b; });
+      case kOpcodeNegate: return unary(at, [](Floats a) { return -a; });
+      case kOpcodeSquare: return unary(at, [](Floats a) { return a * a; });
+      case kOpcodeSquareRoot: return unary(at, square_root);
+      case kOpcodeReciprocalRoot: return unary(at, [](Floats a) { return 1.f / square_root(a); });
+      case kOpcodeRelu: return unary(at, relu);
+      case kOpcodeSwish: return unary(at, swish);
+      case kOpcodeGelu: return unary(at, gelu);
+      case kOpcodeGeluTanh: return unary(at, gelu_tanh);
+      case kOpcodeSum: *(*this)[at.to] = TorchSum::of((*this)[at.a], at.length); return;
+      case kOpcodeLoad:
+      case kOpcodeStore: break;
     }
     CHECK(false, "a row kernel has no instruction ", int64_t(at.code));
   }
@@ -154,11 +161,6 @@ class Registers {
   float* floats_;
 };
 
-Operand read_operand(Reader& reader) {
-  const int64_t index = reader.code(), offset = reader.code();
-  return {index, offset, reader.flag()};
-}
-
 // Where the rows of a load or a store begin in one step, and how many bytes apart they are in each dimension.
 struct PlacedRows {
   char* first = nullptr;
@@ -171,128 +173,105 @@ struct PlacedRows {
   }
 };
 
-PlacedRows place(const RowInstruction& at, const Memory& value, const std::array<int64_t, kMaxSpace>& sizes,
+PlacedRows place(const Instruction& at, const Memory& value, const std::array<int64_t, kMaxSpace>& sizes,
                  const StepSize& step) {
   PlacedRows placed;
-  const int64_t offset = at.rows.offset.place_at(step), item_size = size_of(at.rows.dtype);
+  const format::Rows& rows = *at.rows;
+  const int64_t offset = place_at(rows.offset, step), item_size = size_of(rows.dtype);
   __int128 end = offset + at.length;
-  for (size_t dim = 0; dim < at.rows.strides.size(); ++dim) {
-    const int64_t stride = at.rows.strides[dim].place_at(step);
+  for (size_t dim = 0; dim < rows.strides.size(); ++dim) {
+    const int64_t stride = place_at(rows.strides[dim], step);
     placed.strides[dim] = stride * item_size;
     end += __int128(stride) * (sizes[dim] - 1);
   }
-  CHECK(value.defined() && value.scalar_type() == at.rows.dtype && end * item_size <= value.num_bytes(),
+  CHECK(value.defined() && value.scalar_type() == rows.dtype && end * item_size <= value.num_bytes(),
               "a row kernel would leave its memory");
   placed.first = value.begin() + offset * item_size;
   return placed;
 }
 
-void load(const RowInstruction& at, const char* row, float* to) {
-  if (at.rows.dtype == kFloat) return load_row(reinterpret_cast<const float*>(row), at.length, to);
+void load(const Instruction& at, const char* row, float* to) {
+  if (at.rows->dtype == kFloat) return load_row(reinterpret_cast<const float*>(row), at.length, to);
   load_row(reinterpret_cast<const bfloat16*>(row), at.length, to);
 }
 
-void store(const RowInstruction& at, const float* from, char* row) {
-  if (at.rows.dtype == kFloat) return store_row(from, at.length, reinterpret_cast<float*>(row));
+void store(const Instruction& at, const float* from, char* row) {
+  if (at.rows->dtype == kFloat) return store_row(from, at.length, reinterpret_cast<float*>(row));
   store_row(from, at.length, reinterpret_cast<bfloat16*>(row));
 }
 
-bool touches_memory(const RowInstruction& at) { return at.code == Opcode::kLoad || at.code == Opcode::kStore; }
+bool touches_memory(const Instruction& at) { return at.code == kOpcodeLoad || at.code == kOpcodeStore; }
 
 }  // namespace
 
-RowKernel::RowKernel(Reader& reader)
-    : space_(reader.sizes()), registers_(reader.list([&] { return reader.code(); })), num_floats_(reader.code()) {
-  CHECK(space_.size() <= kMaxSpace, "a row kernel has too many dimensions");
-  CHECK(num_floats_ >= 0 && num_floats_ <= kMaxFloats, "a row kernel cannot have ", num_floats_, " floats");
-  constants_ = reader.list([&] {
-    const int64_t index = reader.code();
-    const int64_t first = registers_.at(index);
-    CHECK(0 <= first && first < num_floats_, "a row kernel would leave its registers");
-    return Constant{index, float(reader.number())};
-  });
-  outputs_ = reader.list([&] {
-    const int64_t value = reader.code();
-    const ScalarType dtype = reader.dtype();
-    made_.push_back(value);
-    CHECK(dtype == kFloat || dtype == kBFloat16, "rows must be float32 or bfloat16");
-    return Output{value, dtype, reader.size()};
-  });
-  instructions_ = reader.list([&] {
-    RowInstruction at{};
-    at.code = Opcode(reader.code());
-    at.length = reader.code();
-    at.rounds = reader.flag();
-    at.to = read_operand(reader);
-    at.a = read_operand(reader);
-    at.b = read_operand(reader);
-    if (touches_memory(at)) {
-      at.rows.value = reader.code();
-      at.rows.dtype = reader.dtype();
-      at.rows.offset = reader.size();
-      at.rows.strides = reader.sizes();
-    } else if (at.code == Opcode::kActivate) {
-      const std::string& activation = reader.word();
-      at.activation = find_activation(activation, reader.word());
-    }
-    return at;
-  });
-  for (const RowInstruction& at : instructions_) {
+RowKernel::RowKernel(format::RowKernel code) : code_(std::move(code)) {
+  CHECK(code_.space.size() <= kMaxSpace, "a row kernel has too many dimensions");
+  CHECK(code_.num_floats >= 0 && code_.num_floats <= kMaxFloats, "a row kernel cannot have ", code_.num_floats, " floats");
+  for (const format::Constant& constant : code_.constants) {
+    const int64_t first = code_.registers.at(constant.index);
+    CHECK(0 <= first && first < code_.num_floats, "a row kernel would leave its registers");
+  }
+  for (const format::Output& output : code_.outputs) {
+    CHECK(output.dtype == kFloat || output.dtype == kBFloat16, "rows must be float32 or bfloat16");
+    made_.push_back(output.value);
+  }
+  for (const Instruction& at : code_.instructions) {
     check(at);
     work_ += at.length;
   }
 }
 
 // Refuses what would leave the registers. Instructions work on whole vectors.
-void RowKernel::check(const RowInstruction& at) const {
-  CHECK(at.code >= Opcode::kLoad && at.code <= Opcode::kActivate && at.length > 0 &&
-                  at.length <= kMaxLength,
-              "a row kernel has no such instruction");
-  CHECK(at.code != Opcode::kActivate || at.activation, "a row kernel has no such activation");
-  const bool is_binary = at.code >= Opcode::kAdd && at.code <= Opcode::kDivide;
+void RowKernel::check(const Instruction& at) const {
+  CHECK(at.code >= 0 && at.code < std::ssize(kNumOperands) && at.length > 0 && at.length <= kMaxLength,
+        "a row kernel has no such instruction");
   const auto check_operand = [&](const Operand& operand, bool is_single) {
-    const int64_t first = registers_.at(operand.index), length = is_single ? 1 : round_up(at.length, kLanes);
-    CHECK(0 <= first && first <= num_floats_ && 0 <= operand.offset && operand.offset <= num_floats_ &&
-                    first + operand.offset + length <= num_floats_,
-                "a row kernel would leave its registers");
+    const int64_t first = code_.registers.at(operand.index), length = is_single ? 1 : round_up(at.length, kLanes);
+    CHECK(0 <= first && first <= code_.num_floats && 0 <= operand.offset && operand.offset <= code_.num_floats &&
+              first + operand.offset + length <= code_.num_floats,
+          "a row kernel would leave its registers");
   };
-  if (at.code != Opcode::kStore) check_operand(at.to, at.code == Opcode::kSum);
-  if (at.code != Opcode::kLoad) check_operand(at.a, is_binary && at.a.is_single);
+  const int num_operands = kNumOperands[at.code];
+  const bool is_binary = num_operands == 2;
+  if (at.code != kOpcodeStore) check_operand(at.to, at.code == kOpcodeSum);
+  if (num_operands > 0) check_operand(at.a, is_binary && at.a.is_single);
   if (is_binary) check_operand(at.b, at.b.is_single);
   if (!touches_memory(at)) return;
-  CHECK(at.rows.dtype == kFloat || at.rows.dtype == kBFloat16, "rows must be float32 or bfloat16");
-  CHECK(at.rows.strides.size() == space_.size(), "rows must have a stride in each dimension");
+  CHECK(at.rows, "a load or a store needs rows");
+  CHECK(at.rows->dtype == kFloat || at.rows->dtype == kBFloat16, "rows must be float32 or bfloat16");
+  CHECK(at.rows->strides.size() == code_.space.size(), "rows must have a stride in each dimension");
 }
 
 void RowKernel::run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const {
   const Range range("inflight::row_kernel");
-  for (const Output& output : outputs_)
-    values.at(output.value) = memory.take(output.length.place_at(step), output.dtype);
-  const int num_dims = int(space_.size());
+  for (const format::Output& output : code_.outputs)
+    values.at(output.value) = memory.take(place_at(output.numel, step), output.dtype);
+  const std::vector<Instruction>& instructions = code_.instructions;
+  const int num_dims = int(code_.space.size());
   std::array<int64_t, kMaxSpace> sizes{};
   int64_t num_rows = 1;
   for (int dim = 0; dim < num_dims; ++dim) {
-    sizes[dim] = space_[dim].place_at(step);
+    sizes[dim] = place_at(code_.space[dim], step);
     CHECK(num_rows * __int128(sizes[dim]) < kMaxPlace, "a row kernel has too many rows");
     num_rows *= sizes[dim];
   }
   if (num_rows == 0) return;
-  std::vector<PlacedRows> placed(instructions_.size());
-  for (size_t i = 0; i < instructions_.size(); ++i)
-    if (touches_memory(instructions_[i]))
-      placed[i] = place(instructions_[i], values.at(instructions_[i].rows.value), sizes, step);
+  std::vector<PlacedRows> placed(instructions.size());
+  for (size_t i = 0; i < instructions.size(); ++i)
+    if (touches_memory(instructions[i]))
+      placed[i] = place(instructions[i], values.at(instructions[i].rows->value), sizes, step);
   const int64_t min_rows = std::max<int64_t>(1, kMinWork / std::max<int64_t>(1, work_));
   for_each_range(num_rows, min_rows, [&](int64_t begin, int64_t end) {
-    Registers registers(registers_, num_floats_);
-    for (const Constant& constant : constants_) *registers[{constant.index, 0, true}] = constant.number;
+    Registers registers(code_.registers, code_.num_floats);
+    for (const format::Constant& constant : code_.constants) *registers[{constant.index, 0, true}] = float(constant.number);
     for (int64_t row = begin; row < end; ++row) {
       std::array<int64_t, kMaxSpace> place{};
       for (int64_t dim = num_dims - 1, rest = row; dim >= 0; rest /= sizes[dim--]) place[dim] = rest % sizes[dim];
-      for (size_t i = 0; i < instructions_.size(); ++i) {
-        const RowInstruction& at = instructions_[i];
-        if (at.code == Opcode::kLoad) {
+      for (size_t i = 0; i < instructions.size(); ++i) {
+        const Instruction& at = instructions[i];
+        if (at.code == kOpcodeLoad) {
           load(at, placed[i].at(place, num_dims), registers[at.to]);
-        } else if (at.code == Opcode::kStore) {
+        } else if (at.code == kOpcodeStore) {
           store(at, registers[at.a], placed[i].at(place, num_dims));
         } else {
           registers.run(at);

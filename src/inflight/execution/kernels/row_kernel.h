@@ -6,66 +6,24 @@
 
 #include <vector>
 
-#include "activate.h"
 #include "reader.h"
 #include "reused_memory.h"
 
 namespace inflight {
 
-// A part of a register: `length` floats of it from `offset` on, or a single one for all lanes.
-struct Operand {
-  int64_t index, offset;
-  bool is_single;
-};
-
-// Rows in memory: where the row of each place in the kernel's space begins.
-struct Rows {
-  int64_t value;
-  ScalarType dtype;  // float32 or bfloat16
-  Size offset;
-  std::vector<Size> strides;  // one for each dimension of the space
-};
-
-enum class Opcode : int64_t { kLoad, kStore, kCopy, kAdd, kSubtract, kMultiply, kDivide, kNegate, kSquare, kSquareRoot,
-                              kReciprocalRoot, kSum, kActivate };
-
-struct RowInstruction {
-  Opcode code;
-  int64_t length;  // elements of a row
-  bool rounds;     // the result to bfloat16
-  Operand to, a, b;
-  Rows rows;  // of a load or a store
-  Activation activation;
-};
-
 class RowKernel {
  public:
-  explicit RowKernel(Reader& reader);
+  explicit RowKernel(format::RowKernel code);
 
   // Reads some of the program's `values`, and sets those that the kernel makes.
   void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const;
   const std::vector<int64_t>& made() const { return made_; }  // values in reused memory
 
  private:
-  struct Output {
-    int64_t value;
-    ScalarType dtype;
-    Size length;
-  };
-  struct Constant {
-    int64_t index;
-    float number;
-  };
+  void check(const format::Instruction& at) const;
 
-  void check(const RowInstruction& at) const;
-
-  std::vector<Size> space_;  // rows in each dimension
-  std::vector<int64_t> registers_;  // where each begins
-  int64_t num_floats_;  // in all registers
-  std::vector<Constant> constants_;
-  std::vector<Output> outputs_;
+  format::RowKernel code_;
   std::vector<int64_t> made_;
-  std::vector<RowInstruction> instructions_;
   int64_t work_ = 0;  // elements of all instructions of a row
 };
 

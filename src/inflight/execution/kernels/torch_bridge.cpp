@@ -182,8 +182,8 @@ class Call {
                 " arguments, not ", num_arguments);
     for (int64_t i = 0; i < num_arguments; ++i) {
       check_enumerator(schema[i].real_type(), arguments[i]);
-      auto kind = InflightKind(arguments[i].value.kind);
-      if (kind == kInflightTensors && !schema[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) kind = kInflightOptionalTensors;
+      auto kind = ValueKind(arguments[i].value.kind);
+      if (kind == kValueKindTensors && !schema[i].type()->isSubtypeOf(*c10::ListType::ofTensors())) kind = kValueKindOptionalTensors;
       kinds_.push_back(kind);
       known_.push_back(known(kind, arguments[i].value));
     }
@@ -218,9 +218,9 @@ class Call {
     if (kind != c10::TypeKind::ScalarTypeType && kind != c10::TypeKind::LayoutType &&
         kind != c10::TypeKind::MemoryFormatType)
       return;
-    if (argument.value.kind == kInflightNone) return;
+    if (argument.value.kind == kValueKindNone) return;
     const int64_t number = argument.value.integer;
-    TORCH_CHECK(argument.value.kind == kInflightInteger && argument.is_fixed, "an operator takes no such enumerator");
+    TORCH_CHECK(argument.value.kind == kValueKindInteger && argument.is_fixed, "an operator takes no such enumerator");
     if (kind == c10::TypeKind::ScalarTypeType) {
       TORCH_CHECK(number >= 0 && number <= int64_t(at::kBFloat16) && !c10::isQIntType(at::ScalarType(number)),
                   "there is no dtype ", number, " here");
@@ -230,15 +230,15 @@ class Call {
     TORCH_CHECK(number >= 0 && number <= last, "an operator takes no such enumerator");
   }
 
-  static c10::IValue known(InflightKind kind, const InflightValue& value) {
+  static c10::IValue known(ValueKind kind, const InflightValue& value) {
     switch (kind) {
-      case kInflightNumber: return value.number;
-      case kInflightFlag: return value.integer != 0;
-      case kInflightNumberAsTensor: return wrapped(value.number);
-      case kInflightIntegerAsTensor: return wrapped(value.integer);
-      case kInflightWord: return word(value);
-      case kInflightDevice: return c10::Device(word(value));
-      case kInflightNumbers:
+      case kValueKindNumber: return value.number;
+      case kValueKindFlag: return value.integer != 0;
+      case kValueKindNumberAsTensor: return wrapped(value.number);
+      case kValueKindIntegerAsTensor: return wrapped(value.integer);
+      case kValueKindWord: return word(value);
+      case kValueKindDevice: return c10::Device(word(value));
+      case kValueKindNumbers:
         return c10::List<double>(at::ArrayRef<double>(static_cast<const double*>(value.items), size_t(value.integer)));
       default: return {};
     }
@@ -248,13 +248,13 @@ class Call {
     return {static_cast<const char*>(value.items), size_t(value.integer)};
   }
 
-  static c10::IValue value(InflightKind kind, const c10::IValue& known, const InflightValue& value) {
+  static c10::IValue value(ValueKind kind, const c10::IValue& known, const InflightValue& value) {
     const auto* tensors = static_cast<const InflightTensor*>(value.items);
     switch (kind) {
-      case kInflightInteger: return value.integer;
-      case kInflightTensor: return view_of(*tensors);
-      case kInflightIntegers: return at::IntArrayRef(static_cast<const int64_t*>(value.items), size_t(value.integer));
-      case kInflightTensors: {
+      case kValueKindInteger: return value.integer;
+      case kValueKindTensor: return view_of(*tensors);
+      case kValueKindIntegers: return at::IntArrayRef(static_cast<const int64_t*>(value.items), size_t(value.integer));
+      case kValueKindTensors: {
         c10::List<at::Tensor> list;
         for (int64_t i = 0; i < value.integer; ++i) {
           TORCH_CHECK(tensors[i].memory.owner, "an operator takes no missing tensor");
@@ -262,7 +262,7 @@ class Call {
         }
         return list;
       }
-      case kInflightOptionalTensors: {
+      case kValueKindOptionalTensors: {
         c10::List<std::optional<at::Tensor>> list;
         for (int64_t i = 0; i < value.integer; ++i)
           list.push_back(tensors[i].memory.owner ? std::optional(view_of(tensors[i])) : std::nullopt);
@@ -273,7 +273,7 @@ class Call {
   }
 
   c10::OperatorHandle operator_;
-  std::vector<InflightKind> kinds_;
+  std::vector<ValueKind> kinds_;
   std::vector<c10::IValue> known_;
 };
 
@@ -298,7 +298,7 @@ const char* call_operator(void* made, const InflightValue* values, int32_t how, 
       if (each.isTensorList())
         for (const at::Tensor& tensor : each.toTensorList()) give(tensor);
     }
-    *result = {kInflightTensors, int64_t(results.size()), 0, results.data()};
+    *result = {kValueKindTensors, int64_t(results.size()), 0, results.data()};
   });
 }
 
@@ -317,31 +317,31 @@ class Arguments {
  private:
   InflightValue taken(const c10::IValue& value) {
     if (value.isNone()) return {};
-    if (value.isTensor()) return {kInflightTensor, 1, 0, tensors_.emplace_back(1, described(value.toTensor())).data()};
-    if (value.isBool()) return {kInflightFlag, value.toBool(), 0, nullptr};
-    if (value.isInt()) return {kInflightInteger, value.toInt(), 0, nullptr};
-    if (value.isDouble()) return {kInflightNumber, 0, value.toDouble(), nullptr};
+    if (value.isTensor()) return {kValueKindTensor, 1, 0, tensors_.emplace_back(1, described(value.toTensor())).data()};
+    if (value.isBool()) return {kValueKindFlag, value.toBool(), 0, nullptr};
+    if (value.isInt()) return {kValueKindInteger, value.toInt(), 0, nullptr};
+    if (value.isDouble()) return {kValueKindNumber, 0, value.toDouble(), nullptr};
     if (value.isString()) return taken(value.toStringRef());
     if (value.isTensorList()) {
       auto& own = tensors_.emplace_back();
       for (const at::Tensor& each : value.toTensorList()) own.push_back(described(each));
-      return {kInflightTensors, int64_t(own.size()), 0, own.data()};
+      return {kValueKindTensors, int64_t(own.size()), 0, own.data()};
     }
     if (value.isIntList()) {
       const auto& own = integers_.emplace_back(value.toIntVector());
-      return {kInflightIntegers, int64_t(own.size()), 0, own.data()};
+      return {kValueKindIntegers, int64_t(own.size()), 0, own.data()};
     }
     if (value.isDoubleList()) {
       const auto& own = numbers_.emplace_back(value.toDoubleVector());
-      return {kInflightNumbers, int64_t(own.size()), 0, own.data()};
+      return {kValueKindNumbers, int64_t(own.size()), 0, own.data()};
     }
     TORCH_CHECK(value.isList(), "our operators take no ", value.tagKind());
     auto& own = words_.emplace_back();  // of str, or empty
     for (const c10::IValue& each : value.toListRef()) own.push_back(taken(each.toStringRef()));
-    return {kInflightWords, int64_t(own.size()), 0, own.data()};
+    return {kValueKindWords, int64_t(own.size()), 0, own.data()};
   }
   static InflightValue taken(const std::string& text) {
-    return {kInflightWord, int64_t(text.size()), 0, text.data()};
+    return {kValueKindWord, int64_t(text.size()), 0, text.data()};
   }
 
   std::vector<InflightValue> values_;

@@ -84,8 +84,8 @@ class Preparation:
 
     Attributes:
         result, proved_on, report: as in `ChosenExecutor`.
-        program: its recorded forward pass; None: every step runs in Python.
-        why_not_recorded: why; None: it is recorded, or was not to be.
+        program: its graph, compiled; None: every step runs in Python.
+        why_not_traced: why; None: it is traced, or was not to be.
         step: a digest of the bits that it gives for a few tokens.
     """
 
@@ -93,7 +93,7 @@ class Preparation:
     proved_on: str
     report: PreparationReport
     program: KeptProgram | None
-    why_not_recorded: str | None
+    why_not_traced: str | None
     step: bytes
 
 

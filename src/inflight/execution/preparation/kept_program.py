@@ -1,4 +1,4 @@
-"""A recorded forward pass as plain data, for the next load of the same model.
+"""A compiled graph as plain data, for the next load of the same model.
 
 A program refers to objects of its process: to tensors, and to layers and attention calls by the kernels' handles. They
 are kept by their names in the model, as in an object file, and linked when the program is loaded. What has no name was
@@ -15,8 +15,8 @@ from torch import nn
 from inflight.contracts.errors import ModelError
 from inflight.execution.adapters import Adapters
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.recording.encoding import Program
-from inflight.execution.recording.recorder import memory_of
+from inflight.execution.graph.encode import EncodedProgram
+from inflight.execution.graph.trace import memory_of
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.panels import PanelLinear
@@ -47,7 +47,7 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptProgram:
-    """A `Program` without anything of its process.
+    """An `EncodedProgram` without anything of its process.
 
     Attributes:
         handles: by its place, the name of what each handle stands for.
@@ -82,7 +82,7 @@ def unlinked(executor: PackedExecutor) -> KeptProgram | None:
     return KeptProgram(codes, program.numbers, program.words, constants, handles, sorted(caught), threads)
 
 
-def linked(kept: KeptProgram, executor: PackedExecutor) -> Program:
+def linked(kept: KeptProgram, executor: PackedExecutor) -> EncodedProgram:
     """The program for an executor whose model was prepared in the same way. Raises `ModelError` if it was not."""
     for module in executor.model.modules():
         weight = module._parameters.get("weight")
@@ -99,7 +99,7 @@ def linked(kept: KeptProgram, executor: PackedExecutor) -> Program:
         constants = [_constant(each, parts) for each in kept.constants]
     except (KeyError, ValueError, RuntimeError) as error:
         raise ModelError(f"a kept program does not fit its model: {error!r}") from error
-    return Program(codes, kept.numbers, kept.words, constants, kinds, kept.needs_torch_threads)
+    return EncodedProgram(codes, kept.numbers, kept.words, constants, kinds, kept.needs_torch_threads)
 
 
 def _handles(executor: PackedExecutor, parts: Mapping[str, Any]) -> dict[str, tuple[str, int]]:

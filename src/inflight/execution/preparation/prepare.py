@@ -33,9 +33,9 @@ from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
 from inflight.execution.preparation.fingerprint import digest_of_weights
+from inflight.execution.preparation.graph_proof import digest_of_step, prove_graph
 from inflight.execution.preparation.kept_program import linked, unlinked
 from inflight.execution.preparation.proof_result import preparation_key
-from inflight.execution.preparation.recording_proof import digest_of_step, prove_recording
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.threads import torch_alone
@@ -161,12 +161,12 @@ def _prepare(
     adapters = None
     if config.adapters is not None:
         adapters = Adapters(executor, config.block_size, config.adapter_memory)
-    reason = None if known is None else known.why_not_recorded
+    reason = None if known is None else known.why_not_traced
     if isinstance(executor, PackedExecutor) and config.record_forward and model.device.type == "cpu":
         if known is None:
             longest = config.max_num_batched_tokens if pooler is None else info.max_model_len
             longest_row = max(config.max_num_batched_tokens, longest)
-            reason = prove_recording(executor, replace(config, max_num_batched_tokens=longest_row), info.num_blocks)
+            reason = prove_graph(executor, replace(config, max_num_batched_tokens=longest_row), info.num_blocks)
         elif known.program is not None:
             with _as_stale(known):
                 executor.run_program(linked(known.program, executor))

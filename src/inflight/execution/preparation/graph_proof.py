@@ -1,4 +1,4 @@
-"""Proves that a recorded forward pass gives the bits of the model that it was recorded from."""
+"""Proves that a compiled graph gives the same bits as the model that it was traced from."""
 
 import logging
 from array import array
@@ -10,11 +10,11 @@ import xxhash
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.plan import Span, StepPlan
 from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.graph.encode import encode
+from inflight.execution.graph.trace import UntraceableError
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.proof import draw_prompts
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.recording.encoding import encoded
-from inflight.execution.recording.recorder import UnrecordableError
 
 logger = logging.getLogger(__name__)
 
@@ -22,27 +22,27 @@ PROMPT_LENGTH = 10
 """Tokens. All but the last run together, and then that one."""
 
 
-def prove_recording(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
-    """Let an executor, whose cache nobody uses yet, run a recorded forward pass, if that gives the same bits. Returns
-    why it does not; None: it does."""
+def prove_graph(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
+    """Trace an executor's model, and let it run the compiled graph if that gives the same bits. Its cache is still
+    unused. Returns why it runs eagerly; None: it runs the graph."""
     in_two = executor.capabilities.chunks_prompts
     batches = list(_batches(executor, config.block_size, num_blocks, in_two=in_two))
-    walked = [executor.outputs(batch) for batch in batches]
+    eager = [executor.outputs(batch) for batch in batches]
     try:
-        recorded = executor.record(config.max_num_batched_tokens)
-    except UnrecordableError as error:
+        graph = executor.trace(config.max_num_batched_tokens)
+    except UntraceableError as error:
         return str(error)
     reason = ""
     for fuses in (True, False):
         try:
-            executor.run_program(encoded(recorded, fuses=fuses))
-            if all(_are_equal(executor.outputs(batch), each) for batch, each in zip(batches, walked, strict=True)):
+            executor.run_program(encode(graph, fuses=fuses))
+            if all(_are_equal(executor.outputs(batch), each) for batch, each in zip(batches, eager, strict=True)):
                 return None
             reason = "the recorded forward pass gives other bits"
         except Exception as error:
-            logger.debug("the recorded forward pass failed", exc_info=True)
+            logger.debug("the compiled forward pass failed", exc_info=True)
             reason = f"the recorded forward pass fails: {str(error).strip().splitlines()[0]}"
-    executor.walk()
+    executor.run_eagerly()
     return reason
 
 

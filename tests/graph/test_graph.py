@@ -1,4 +1,4 @@
-"""A recorded forward pass gives the bits of what was recorded, for any number of tokens and rows."""
+"""A compiled graph gives the bits of the forward pass that was traced, for any number of tokens and rows."""
 
 import re
 from collections.abc import Callable
@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from inflight.execution.graph.encode import encode
+from inflight.execution.graph.fuse import FusedNode, fuse
+from inflight.execution.graph.graph import Graph
+from inflight.execution.graph.program import ValueKind
+from inflight.execution.graph.run import CompiledGraph
+from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.kernels import kernels_available
-from inflight.execution.recording.encoding import Kind, encoded
-from inflight.execution.recording.fusion import fused
-from inflight.execution.recording.program import RecordedPass
-from inflight.execution.recording.recorded_forward import RecordedForward, record_forward
-from inflight.execution.recording.recorder import UnrecordableError
-from inflight.execution.recording.row_kernel import RowKernel
 from tests.execution.test_threads import torch_threads
 
 pytestmark = pytest.mark.skipif(not kernels_available(), reason="needs a C++ compiler")
@@ -122,22 +122,22 @@ def step_of(num_tokens: int, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def record(forward: Forward) -> RecordedPass:
-    return record_forward(lambda *rows: [forward(*rows)], MAX_TOKENS)
+def trace(forward: Forward) -> Graph:
+    return trace_forward(lambda *rows: [forward(*rows)], MAX_TOKENS)
 
 
 @pytest.mark.parametrize("fuses", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("make", [heads, layers, other_operators, narrow, wide])
-def test_the_bits_are_those_of_what_was_recorded(
+def test_the_bits_are_those_of_what_was_traced(
     make: Callable[[torch.dtype], Forward], dtype: torch.dtype, fuses: bool
 ) -> None:
     forward = make(dtype)
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(forward), fuses=fuses))
+        compiled = CompiledGraph(encode(trace(forward), fuses=fuses))
         for num_tokens, num_rows in STEPS:
             inputs = step_of(num_tokens, num_rows)
-            assert torch.equal(*recorded(*inputs), forward(*inputs)), (num_tokens, num_rows)
+            assert torch.equal(*compiled(*inputs), forward(*inputs)), (num_tokens, num_rows)
 
 
 @pytest.mark.parametrize(
@@ -151,10 +151,10 @@ def test_sums_have_the_bits_of_torch(size: int) -> None:
         return (x * x).sum(-1, keepdim=True)[logit_rows] + x.mean(-1, keepdim=True)[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(forward)))
+        compiled = CompiledGraph(encode(trace(forward)))
         for num_tokens in (1, 2, 40):
             rows = torch.arange(num_tokens)
-            assert torch.equal(*recorded(rows % 16, rows, rows), forward(rows % 16, rows, rows))
+            assert torch.equal(*compiled(rows % 16, rows, rows), forward(rows % 16, rows, rows))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -169,12 +169,12 @@ def test_layer_norms_have_the_bits_of_torch_on_any_number_of_threads(dtype: torc
         return (x + more_means).transpose(0, 1)[logit_rows] + means[logit_rows] * deviations[logit_rows]
 
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(forward)))
+        compiled = CompiledGraph(encode(trace(forward)))
         expected = {inputs: forward(*inputs) for inputs in (step_of(*sizes) for sizes in STEPS)}
         for number in (1, 2, 5):
             with torch_threads(number, are_own=True):
                 for inputs, rows in expected.items():
-                    assert torch.equal(*recorded(*inputs), rows)
+                    assert torch.equal(*compiled(*inputs), rows)
 
 
 def test_a_pass_may_give_several_tensors() -> None:
@@ -186,18 +186,18 @@ def test_a_pass_may_give_several_tensors() -> None:
         return [(middle * 3)[logit_rows], middle, middle[logit_rows]]
 
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record_forward(forward, MAX_TOKENS)))
+        compiled = CompiledGraph(encode(trace_forward(forward, MAX_TOKENS)))
         for num_tokens, num_rows in STEPS:
             inputs = step_of(num_tokens, num_rows)
-            assert all(map(torch.equal, recorded(*inputs), forward(*inputs)))
+            assert all(map(torch.equal, compiled(*inputs), forward(*inputs)))
 
 
 def test_small_operators_run_together() -> None:
     with torch.inference_mode():
-        recorded = record(heads(torch.bfloat16))
-    work, stored = fused(recorded)
-    kernels = [piece for piece in work if isinstance(piece, RowKernel)]
-    others = [piece.name for piece in work if not isinstance(piece, RowKernel)]
+        graph = trace(heads(torch.bfloat16))
+    work, stored = fuse(graph)
+    kernels = [piece for piece in work if isinstance(piece, FusedNode)]
+    others = [piece.name for piece in work if not isinstance(piece, FusedNode)]
     # Angles twice; the heads; the residual and its norm. What a kernel keeps to itself is never written.
     assert len(kernels) <= 4
     assert sum(map(len, stored)) <= 5
@@ -261,18 +261,18 @@ def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         (keeps_a_state, "writes into what it keeps (aten::add_.Tensor)"),
     ],
 )
-def test_what_is_not_the_same_every_time_is_not_recorded(forward: Forward, reason: str) -> None:
-    with torch.inference_mode(), pytest.raises(UnrecordableError, match=re.escape(reason)):
-        record(forward)
+def test_what_is_not_the_same_every_time_is_not_traced(forward: Forward, reason: str) -> None:
+    with torch.inference_mode(), pytest.raises(UntraceableError, match=re.escape(reason)):
+        trace(forward)
 
 
 def test_a_program_takes_nothing_but_a_step() -> None:
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(wide(torch.float32))))
+        compiled = CompiledGraph(encode(trace(wide(torch.float32))))
     rows = torch.arange(3)
     for inputs in ((rows.float(), rows, rows), (rows, rows[:2], rows), (rows[None], rows, rows)):
         with pytest.raises(RuntimeError, match=r"position|program"):
-            recorded(*inputs)
+            compiled(*inputs)
 
 
 class Interrupted(BaseException):
@@ -291,21 +291,21 @@ def test_an_interrupt_comes_through_in_the_middle_of_a_long_step(monkeypatch: py
         return True
 
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(forward)))
+        compiled = CompiledGraph(encode(trace(forward)))
         with monkeypatch.context() as patch:
             patch.setattr(torch.ops.inflight, "advance_program_run", interrupted)
             with pytest.raises(Interrupted):
-                recorded(rows % 64, rows, rows)
+                compiled(rows % 64, rows, rows)
         with pytest.raises(RuntimeError, match="there is nothing with number"):
             advance(runs[0], 1)
-        assert torch.equal(*recorded(rows % 64, rows, rows), forward(rows % 64, rows, rows))
+        assert torch.equal(*compiled(rows % 64, rows, rows), forward(rows % 64, rows, rows))
 
 
 def test_a_run_gives_nothing_before_its_end() -> None:
     rows = torch.arange(3)
     with torch.inference_mode():
-        recorded = RecordedForward(encoded(record(wide(torch.float32))))
-        run = torch.ops.inflight.new_program_run(rows, rows, rows, recorded._program)
+        compiled = CompiledGraph(encode(trace(wide(torch.float32))))
+        run = torch.ops.inflight.new_program_run(rows, rows, rows, compiled._handle)
         assert torch.ops.inflight.advance_program_run(run, 1)
         with pytest.raises(RuntimeError, match="a program has not run to its end"):
             torch.ops.inflight.outputs_of_program_run(run)
@@ -316,18 +316,18 @@ def test_a_run_gives_nothing_before_its_end() -> None:
 def test_runs_do_not_write_into_what_others_still_need() -> None:
     """Memory serves again: not that of logits, and not that of a run which has not ended."""
     forward = heads(torch.float32)
-    recorded = RecordedForward(encoded(record(forward)))
+    compiled = CompiledGraph(encode(trace(forward)))
     steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
     expected = [forward(*step) for step in steps]
     for _ in range(2):
-        runs = [torch.ops.inflight.new_program_run(*step, recorded._program) for step in steps]
+        runs = [torch.ops.inflight.new_program_run(*step, compiled._handle) for step in steps]
         unfinished = set(runs)
         while unfinished:
             unfinished = {run for run in runs if torch.ops.inflight.advance_program_run(run, 1)}
         logits = [each for run in runs for each in torch.ops.inflight.outputs_of_program_run(run)]
         for run in runs:
             torch.ops.inflight.delete_program_run(run)
-        logits += [each for step in steps for each in recorded(*step)]
+        logits += [each for step in steps for each in compiled(*step)]
         assert all(map(torch.equal, logits, expected * 2))
 
 
@@ -338,11 +338,10 @@ def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
         return TABLE[input_ids].to(torch.float64)[logit_rows]
 
     with torch.inference_mode():
-        codes, *others = encoded(record(forward))[:4]
+        codes, *others = encode(trace(forward))[:4]
     float64 = torch.ops.inflight.scalar_type(torch.float64)
-    places = [
-        place for place in range(1, len(codes) - 2) if codes[place - 1 : place + 3] == [Kind.INTEGER, float64, 0, 0]
-    ]
+    pattern = [ValueKind.INTEGER, 1, float64, 0, 0]  # an argument of one size
+    places = [place for place in range(2, len(codes)) if codes[place - 2 : place + 3] == pattern]
     assert places
     for place in places:
         for wrong in (-1, 10**6):

@@ -115,10 +115,10 @@ REFUSALS = (
         "the draft model's blocks lie beside those of all tokens",
     ),
     Refusal(
-        (QUANTIZATION, PREFIX_STORE, RANKS),
+        (QUANTIZATION, CACHE_DTYPE, ADAPTERS, PREFIX_STORE, RANKS),
         "a GPU",
         lambda model: model.device not in (None, "cpu"),
-        "what they read lies in a CPU's memory",
+        "they need kernels that are written for CPUs, or memory that a CPU reads",
     ),
     Refusal(
         (ADAPTERS, DRAFT_MODEL, PREFIX_STORE, INSPECTION),

@@ -42,7 +42,7 @@ class Adapters:
     """
 
     def __init__(self, executor: Executor, block_size: int, max_bytes: int) -> None:
-        Features(executor=executor.name).require(ADAPTERS)
+        Features(executor.name, executor.model.device.type).require(ADAPTERS)
         assert isinstance(executor, PackedExecutor)
         if not any(isinstance(module, PanelLinear) for module in executor.model.modules()):
             raise ModelError("adapters need our kernels, on a CPU with AVX2, and a model in float32 or bfloat16")

@@ -154,6 +154,8 @@ class Reporter:
     def _has_more(self, sequence: Sequence) -> bool:
         """Whether a request has more to report than the end of this one of its sequences."""
         request_id = sequence.request.request_id
+        if sequence.request.num_sequences == 1:
+            return False
         unheard = any(n.sequence is not sequence and n.sequence.request.request_id == request_id for n in self._news)
         return unheard or self._scheduler.is_unfinished(request_id)
 

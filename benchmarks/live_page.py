@@ -121,11 +121,11 @@ def main() -> None:
     parser.add_argument("--no-browser", action="store_true")
     options = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
-    watchers = {"nobody": None, "a reader": reader} | ({} if options.no_browser else {"a browser": chromium})
-    with served(options) as address, served(options, "--no-ui") as without, served(options) as proxy:
-        others = {"nobody, --no-ui": without, "nobody, another": proxy}
+    watchers = {"unwatched": None, "a reader": reader} | ({} if options.no_browser else {"a browser": chromium})
+    with served(options) as address, served(options, "--no-ui") as without, served(options) as second:
+        others = {"unwatched, --no-ui": without, "unwatched, another": second}
         rates: dict[str, list[float]] = {name: [] for name in (*watchers, *others)}
-        for server in (without, proxy, address):
+        for server in (without, second, address):
             asyncio.run(tokens_per_second(server, options))
         for number in range(options.rounds):
             turns = list(rates) if number % 2 else list(rates)[::-1]
@@ -136,7 +136,7 @@ def main() -> None:
     for name, found in rates.items():
         print(
             f"{name:16} {statistics.median(found):8.1f} tokens/s ({min(found):.1f} to {max(found):.1f})",
-            "" if name == "nobody" else f"{compared(found, rates['nobody'])} to nobody",
+            "" if name == "unwatched" else f"{compared(found, rates['unwatched'])} to unwatched",
         )
 
 

@@ -1,6 +1,7 @@
 """What a front offers if its model pools: calls that wait (`PoolingCalls`), and ones to await (`AsyncPoolingCalls`)."""
 
 import asyncio
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
@@ -20,7 +21,7 @@ from inflight.text.tokenizer import Tokenizer
 Result = TypeVar("Result")
 
 
-class PoolingCalls:
+class PoolingCalls(ABC):
     """Embeddings, labels and scores of a model that pools. Texts are given as text or as token ids, one or many.
 
     Whatever is wrong with them is an `InvalidRequestError` that names the text; nothing has run then. Texts longer than
@@ -30,13 +31,13 @@ class PoolingCalls:
     tokenizer: Tokenizer | None
 
     @property
+    @abstractmethod
     def model_info(self) -> ModelInfo:
         """What was found out about the model at load."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
         """Run a request to its end."""
-        raise NotImplementedError
 
     def embed(
         self,
@@ -96,18 +97,18 @@ class PoolingCalls:
         return self._pool(request)
 
 
-class AsyncPoolingCalls:
+class AsyncPoolingCalls(ABC):
     """The same for many callers at once; see `PoolingCalls`."""
 
     tokenizer: Tokenizer | None
 
+    @abstractmethod
     async def _loaded_info(self) -> ModelInfo:
         """What was found out about the model, once it is loaded."""
-        raise NotImplementedError
 
+    @abstractmethod
     async def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
         """Run a request to its end."""
-        raise NotImplementedError
 
     async def embed(
         self,

@@ -4,11 +4,11 @@ python -m benchmarks.live_page --model qwen3-0.6b --dtype bfloat16 --seconds 6
 python -m benchmarks.live_page                                            # the embedded model: the shortest steps
 
 One server (`inflight serve`) gets the same requests over HTTP again and again, as many at once as it has slots, and
-what arrives is counted from the moment on at which all of them decode. In turn nobody watches, a reader of
+what arrives is counted from the moment on at which all of them decode. In turn no client watches, a reader of
 `/live/events`, or a headless Chromium with the page. Reader, browser, clients and engine share the cores, so what a
 browser does is in its figure. Two other servers take their turns, too: one without a page (`--no-ui`), and one like the
 first, because two processes that do the same are not equally fast. The turns are short and many, and each is compared
-with the one of the same round in which nobody watches the first: what else a shared machine does meanwhile is mostly in
+with the one of the same round in which the first is unwatched: what else a shared machine does meanwhile is mostly in
 both. Weights are random but for the embedded model's.
 """
 

@@ -28,7 +28,7 @@ from benchmarks.replicas import generate, running
 from benchmarks.workloads import WORKLOADS, Workload
 from inflight import AsyncLLM
 from inflight.execution.ranks.rank import Rank
-from inflight.machine import place
+from inflight.host.machine import place
 
 SUMS_IN_LAYER = 2
 NUM_SUMS = 2000

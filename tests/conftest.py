@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
-from inflight.engine import python_process
 from inflight.engine.process import connection
 from inflight.engine.ranks import local_ranks
 from inflight.execution.kernels import kernels_available
 from inflight.grammar import compiler
+from inflight.host import python_process
 from tests.preloaded import serve_preloaded
 
 # Every run draws the same examples, regardless of machine speed and of modules that a worker imported earlier.

@@ -22,9 +22,9 @@ from contextlib import suppress
 from importlib import import_module
 from typing import Any, BinaryIO
 
-from inflight.engine import python_process
 from inflight.engine.process import connection
 from inflight.engine.ranks import local_ranks
+from inflight.host import python_process
 
 PRELOADED = (
     "inflight.engine.engine",
@@ -32,7 +32,7 @@ PRELOADED = (
     "inflight.engine.ranks.following",
     "inflight.execution.ranks.rank",
     "inflight.execution.shared_memory",
-    "inflight.sources",
+    "inflight.text.tokenizer_files",
 )
 STANDARD = (0, 1, 2)
 MOST_FILES = 32

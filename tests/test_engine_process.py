@@ -122,7 +122,7 @@ def test_an_event_arrives_unchanged_and_a_truncated_event_ends_the_stream() -> N
 
 def test_output_printed_in_the_engine_process_does_not_disturb_its_messages() -> None:
     script = (
-        "import os; from inflight.engine.python_process import take_over_standard_streams as take\n"
+        "import os; from inflight.host.python_process import take_over_standard_streams as take\n"
         "incoming, outgoing = take(); print('printed', flush=True); os.system('echo echoed; cat')\n"
         "outgoing.write(incoming.read().upper())"
     )

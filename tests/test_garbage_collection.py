@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from inflight.garbage_collection import call_after, garbage_collection_paused
+from inflight.host.garbage_collection import call_after, garbage_collection_paused
 
 
 class Node:
@@ -87,7 +87,7 @@ def test_what_fails_after_one_object_holds_up_no_other(caplog: pytest.LogCapture
 
 def test_at_the_end_of_a_process_everything_is_called() -> None:
     code = (
-        "import threading; from inflight.garbage_collection import call_after\n"
+        "import threading; from inflight.host.garbage_collection import call_after\n"
         "class Node: pass\n"
         "def say_late(): threading.main_thread().join(); print('gone', flush=True)\n"
         "gone, there = Node(), Node()\n"

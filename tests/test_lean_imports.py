@@ -42,7 +42,7 @@ print(unwanted & set(sys.modules))
 def test_what_is_compiled_gets_the_compiler() -> None:
     code = """
 import sys
-from inflight.lean_imports import import_leanly
+from inflight.host.lean_imports import import_leanly
 import_leanly()
 import torch
 from transformers import AutoModelForCausalLM
@@ -65,7 +65,7 @@ def test_symbolic_sizes_get_their_algebra() -> None:
     """Tensors without data ask about their sizes, first with numbers, then with symbols; and all answers are as torch's
     own."""
     code = """
-from inflight.lean_imports import FOR_NUMBERS, SYMBOLIC, import_leanly
+from inflight.host.lean_imports import FOR_NUMBERS, SYMBOLIC, import_leanly
 import_leanly()
 import sys
 import torch
@@ -92,4 +92,4 @@ from transformers.utils import import_utils
 import transformers, transformers.models
 print([sorted(each._class_to_module.items()) for each in (transformers, transformers.models)])
 """
-    assert run("from inflight.lean_imports import import_leanly; import_leanly()" + code) == run(code)
+    assert run("from inflight.host.lean_imports import import_leanly; import_leanly()" + code) == run(code)

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight import machine
-from inflight.machine import free_memory, usable_cores, usable_memory
+from inflight.host import machine
+from inflight.host.machine import free_memory, usable_cores, usable_memory
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from inflight import LLM, SamplingParams
 
 (output,) = LLM().generate("Once upon a time", SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
 assert len(output.outputs[0].token_ids) == 4 and output.outputs[0].text
-import inflight.async_llm, inflight.callback_llm
+import inflight.entrypoints.async_llm, inflight.entrypoints.callback_llm
 assert not MISSING & sys.modules.keys()
 """
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 
 def test_times_between_two_known_sizes_lie_on_a_line() -> None:

@@ -12,11 +12,9 @@ Names are imported when they are first used, so that `inflight --help` does not 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from inflight.garbage_collection import garbage_collection_paused
+from inflight.host.garbage_collection import garbage_collection_paused
 
 if TYPE_CHECKING:
-    from inflight.async_llm import AsyncLLM
-    from inflight.callback_llm import CallbackLLM
     from inflight.contracts.config import EngineConfig
     from inflight.contracts.errors import (
         AdapterError,
@@ -38,15 +36,17 @@ if TYPE_CHECKING:
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
     from inflight.contracts.structured_output import StructuredOutput, Thoughts
-    from inflight.llm import LLM
-    from inflight.quantization import QuantizedWeight, quantize
+    from inflight.entrypoints.async_llm import AsyncLLM
+    from inflight.entrypoints.callback_llm import CallbackLLM
+    from inflight.entrypoints.llm import LLM
+    from inflight.entrypoints.quantization import QuantizedWeight, quantize
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "LLM": "llm",
-    "AsyncLLM": "async_llm",
-    "CallbackLLM": "callback_llm",
+    "LLM": "entrypoints.llm",
+    "AsyncLLM": "entrypoints.async_llm",
+    "CallbackLLM": "entrypoints.callback_llm",
     "SamplingParams": "contracts.params",
     "EngineConfig": "contracts.config",
     "RequestOutput": "contracts.outputs",
@@ -65,8 +65,8 @@ _HOMES = {
     "EngineStats": "contracts.record",
     "StructuredOutput": "contracts.structured_output",
     "Thoughts": "contracts.structured_output",
-    "quantize": "quantization",
-    "QuantizedWeight": "quantization",
+    "quantize": "entrypoints.quantization",
+    "QuantizedWeight": "entrypoints.quantization",
 }
 
 __all__ = [

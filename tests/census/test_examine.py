@@ -10,8 +10,8 @@ from inflight.census import examine as examining
 from inflight.census.examine import examine, misplaced, requests_for
 from inflight.census.sensitive import build, measure, plain_logits, sensitive_model, vocab_size
 from inflight.census.tiny_configs import NUM_LAYERS, model_class, tiny_config
+from inflight.entrypoints.llm import LLM
 from inflight.execution.executors import PackedExecutor
-from inflight.llm import LLM
 
 FAMILIES = ("gpt2", "bloom", "mamba", "deepseek_v3", "bert", "gemma3", "mllama", "qwen3_next")
 """Classes with old attention, recurrent or latent states, bidirectional defaults, larger parents, or several kinds of

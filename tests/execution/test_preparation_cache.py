@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
+from inflight.entrypoints.quantization import quantize
 from inflight.execution.graph import trace
 from inflight.execution.hf.load import load_model
 from inflight.execution.kernels import cache_folder, library
@@ -24,7 +25,6 @@ from inflight.execution.preparation import packed_proof, proof, proof_result
 from inflight.execution.preparation.choice import EARLIER, Preparation
 from inflight.execution.preparation.proof_result import preparation_key
 from inflight.execution.preparation.result_cache import ResultCache
-from inflight.quantization import quantize
 from tests import others, zoo
 from tests.execution import this_cpu
 from tests.gguf import files

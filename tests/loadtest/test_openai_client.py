@@ -9,7 +9,7 @@ from aiohttp import web
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.openai_client import MAX_REASON, Chunk, EventReader, OpenAIClient, ServerError
+from inflight.loadtest.openai_client import MAX_REASON, Chunk, EventReader, OpenAIClient, ServerError
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, text_chunk, usage_chunk
 
 EVENTS = [

@@ -8,8 +8,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
+from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.runner import LoadRequest, Record, Tally, allow_connections, run_load
-from inflight.openai_client import OpenAIClient
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse, text_chunk, usage_chunk
 from tests.ports import port_of_nobody
 

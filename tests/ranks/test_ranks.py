@@ -15,8 +15,8 @@ from inflight.contracts.errors import ModelError, RankLostError
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.ranks import local_ranks
-from inflight.machine import Placement
-from inflight.replicas import launch
+from inflight.engine.replicas import launch
+from inflight.host.machine import Placement
 from tests import zoo
 from tests.coroutines import run
 from tests.ranks.folders import children, folder_of

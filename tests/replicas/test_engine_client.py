@@ -6,8 +6,8 @@ from collections.abc import Sequence
 import pytest
 
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
+from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Failed
-from inflight.replicas.engine_client import EngineClient
 from tests.coroutines import run
 from tests.test_engine_process import READY, ScriptedEngine
 

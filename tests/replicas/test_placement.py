@@ -4,12 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from inflight import machine
 from inflight.contracts.config import EngineConfig
 from inflight.engine.process.protocol import Load
-from inflight.machine import Placement, place
-from inflight.replicas.launch import _load_of
-from inflight.replicas.placement import best_number, check_replicas
+from inflight.engine.replicas.launch import _load_of
+from inflight.engine.replicas.placement import best_number, check_replicas
+from inflight.host import machine
+from inflight.host.machine import Placement, place
 
 
 def two_sockets(folder: Path, cores: int = 4) -> None:

@@ -17,7 +17,7 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.record import RecordTo
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
-from inflight.machine import place
+from inflight.host.machine import place
 from tests import zoo
 from tests.coroutines import run
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inflight.contracts.config import ROUTINGS
-from inflight.replicas.expectation import Expectation, Load
-from inflight.replicas.router import ReplicaSize, Router, Sent
+from inflight.engine.replicas.expectation import Expectation, Load
+from inflight.engine.replicas.router import ReplicaSize, Router, Sent
 
 SIZE = ReplicaSize(num_slots=8, num_blocks=64, block_size=4)
 ALL = (0, 1, 2, 3)

@@ -31,7 +31,7 @@ def test_a_server_whose_engine_is_given_up_ends_with_an_error(
         engines.append(ProcessConnection(load))
         return engines[0]
 
-    monkeypatch.setattr("inflight.replicas.launch.ProcessConnection", connect)
+    monkeypatch.setattr("inflight.engine.replicas.launch.ProcessConnection", connect)
     caplog.set_level(logging.INFO)
     llm = AsyncLLM(num_blocks=200, restart_delays=(0.0,))
     listener = listen("127.0.0.1", 0, 60.0)

@@ -134,7 +134,7 @@ def test_a_model_that_cannot_be_served_is_reported_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Runs in the tests' own process, but does not set up logging, which belongs to that process."""
-    monkeypatch.setattr("inflight.async_llm.AsyncLLM", partial(AsyncLLM, in_process=True))
+    monkeypatch.setattr("inflight.entrypoints.async_llm.AsyncLLM", partial(AsyncLLM, in_process=True))
     monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
     monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", "0", "--max-model-len", "100000"])
     with pytest.raises(SystemExit) as ended:
@@ -184,7 +184,7 @@ def test_a_port_in_use_is_noticed_before_anything_is_loaded(
     def load(*_: object, **__: object) -> AsyncLLM:
         raise AssertionError("nothing should be loaded")
 
-    monkeypatch.setattr("inflight.async_llm.AsyncLLM", load)
+    monkeypatch.setattr("inflight.entrypoints.async_llm.AsyncLLM", load)
     monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
     with socket.create_server(("127.0.0.1", 0)) as used:
         monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", str(used.getsockname()[1])])

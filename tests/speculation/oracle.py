@@ -9,7 +9,7 @@ from inflight.contracts.speculation import Candidate
 from inflight.engine.engine import Engine
 from inflight.speculation import Guess, Speculation
 from inflight.speculation.guesser import NOTHING
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 
 class Oracle:

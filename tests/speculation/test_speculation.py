@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from inflight.contracts.speculation import Candidate
 from inflight.speculation import Guess, Speculation
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 
 class Told:

@@ -12,6 +12,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import StepRecord
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine
+from inflight.entrypoints.llm import LLM
 from inflight.execution.preparation.own_attention import prepack_weights
 from inflight.execution.weights.prepacked_linear import can_prepack
 from inflight.lessons import shared_prefix
@@ -19,7 +20,6 @@ from inflight.lessons.methods import Method, Setting, warm_up
 from inflight.lessons.race import mixed_requests
 from inflight.lessons.run import LessonRequest
 from inflight.lessons.static_bench import gpt2_with_random_weights
-from inflight.llm import LLM
 from inflight.observe.pictures import new_figure
 from tools.figures.drawing import ALARM, DECODE, INK, PADDING, PREFILL, Drawing, steps_of, tidy
 

@@ -1,7 +1,7 @@
 """A figure: one step of the engine as `inflight show` draws it, with which tokens attend to which."""
 
 from inflight.contracts.params import SamplingParams
-from inflight.llm import LLM
+from inflight.entrypoints.llm import LLM
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_figure import step_figure
 from tools.figures.drawing import Drawing

@@ -19,7 +19,7 @@ from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits,
 from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
-from inflight.llm import LLM
+from inflight.entrypoints.llm import LLM
 
 NEAR_TIE = 1e-4
 NUM_REQUESTS = 8

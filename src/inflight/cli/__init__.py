@@ -22,8 +22,8 @@ from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
-from inflight.garbage_collection import end_without_garbage_collection
-from inflight.lean_imports import import_leanly
+from inflight.host.garbage_collection import end_without_garbage_collection
+from inflight.host.lean_imports import import_leanly
 
 HEADINGS = {
     "Run a model": ("generate", "batch", "chat", "serve", "info", "prepare", "quantize", "cache"),

@@ -29,14 +29,14 @@ from inflight.cli.options import (
     tensor_parallel_option,
 )
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
-from inflight.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import spare_what_stays
 
 if TYPE_CHECKING:
-    from inflight.async_llm import AsyncLLM
     from inflight.batches.batch import Batch
     from inflight.batches.database import Database
     from inflight.batches.files import Files, StoredFile
     from inflight.batches.ledger import Ledger
+    from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.server.serving.settings import ServerSettings
 
 BYTES_AT_ONCE = 2**20
@@ -87,9 +87,9 @@ def batch(
         raise InvalidRequestError(f"there is no file {str(requests)!r}")
     _check_places((output, errors), may_exist=overwrite or folder.is_dir())
     quiet_libraries()
-    from inflight.async_llm import AsyncLLM
     from inflight.batches.files import Files
     from inflight.batches.ledger import Ledger
+    from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME, ServerSettings
 
     values = engine_values(options)

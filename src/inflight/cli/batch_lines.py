@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inflight.cli.prompts import PromptLine
-from inflight.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import spare_what_stays
 
 if TYPE_CHECKING:
-    from inflight.async_llm import AsyncLLM
+    from inflight.entrypoints.async_llm import AsyncLLM
 
 MOST_IN_FLIGHT = 1000
 """Requests that are read and tokenized at once; the engine needs no more to fill its slots."""

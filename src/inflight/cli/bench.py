@@ -53,8 +53,8 @@ def static(rounds: int | None, requests: int | None, dtype: str, threads: int | 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+    from inflight.execution.hf.source import model_source
     from inflight.lessons import static_bench
-    from inflight.sources import model_source
 
     if threads is not None:
         torch.set_num_threads(threads)

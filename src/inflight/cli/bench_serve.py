@@ -74,8 +74,8 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
     from inflight.loadtest.figure import load_figure
     from inflight.loadtest.load_test import as_rows
+    from inflight.loadtest.openai_client import ServerError
     from inflight.observe.pictures import check_pictures, save_png
-    from inflight.openai_client import ServerError
 
     plan, extra = _plan(options), _json_object(options["extra_body"])
     if png is not None:
@@ -171,8 +171,8 @@ def _run(base_url: str, plan: "LoadPlan", extra: dict[str, Any], options: dict[s
 
     from inflight.loadtest.dialect import Target
     from inflight.loadtest.load_test import load_test
+    from inflight.loadtest.openai_client import OpenAIClient
     from inflight.loadtest.runner import Tally, allow_connections
-    from inflight.openai_client import OpenAIClient
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())

@@ -12,11 +12,11 @@ from contextlib import aclosing, closing
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
-from inflight.openai_client import OpenAIClient, ServerError
+from inflight.loadtest.openai_client import OpenAIClient, ServerError
 
 if TYPE_CHECKING:
     from inflight.contracts.params import SamplingParams
-    from inflight.llm import LLM
+    from inflight.entrypoints.llm import LLM
 
 HELP = """\
 /help              show this help

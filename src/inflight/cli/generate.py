@@ -275,7 +275,7 @@ def _check_batch(lines: list[PromptLine], given: list[str]) -> None:
 def _answer_batch(
     model: str | None, engine: dict[str, Any], lines: list[PromptLine], out: IO[str], quiet: bool
 ) -> None:
-    from inflight.async_llm import AsyncLLM
+    from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.observe.progress import ProgressBar, seconds_between_drawings
 
     llm = AsyncLLM(model, **engine)

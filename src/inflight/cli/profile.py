@@ -52,11 +52,11 @@ def profile(
     from inflight.contracts.config import EngineConfig
     from inflight.contracts.params import SamplingParams
     from inflight.engine.engine import Engine
+    from inflight.execution.hf.source import model_source
     from inflight.observe.pictures import check_pictures, save_png
     from inflight.profiling import profile_decode
     from inflight.profiling.figure import profile_figure
     from inflight.profiling.table import profile_table
-    from inflight.sources import model_source
 
     if png is not None:
         check_pictures()

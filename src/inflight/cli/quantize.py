@@ -15,7 +15,7 @@ from inflight.cli.words import in_bytes
 from inflight.contracts.config import GROUP_SIZES
 
 if TYPE_CHECKING:
-    from inflight.quantization import QuantizedWeight
+    from inflight.entrypoints.quantization import QuantizedWeight
 
 
 @click.command(cls=Command)
@@ -37,7 +37,7 @@ def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bo
     mapped into memory as it is. Weights that have a few bits already keep them, so a GGUF file can be written so, too.
     """
     quiet_libraries()
-    from inflight.quantization import quantize as run
+    from inflight.entrypoints.quantization import quantize as run
     from inflight.text.tokenizer_files import read_tokenizer
 
     weights = run(

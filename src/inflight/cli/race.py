@@ -73,10 +73,11 @@ def race(
     if html or png:
         check_pictures()
     from inflight.contracts.config import EngineConfig
+    from inflight.execution.hf.source import model_source
     from inflight.lessons.methods import Pace, Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
     from inflight.lessons.run import Options
-    from inflight.sources import load_tokenizer, model_source
+    from inflight.text.tokenizer_files import load_tokenizer
 
     source, config = model_source(model), EngineConfig(**{**DEFAULTS, **engine_values(options)})
     tokenizer = load_tokenizer(source, None, config) if lines else None
@@ -107,7 +108,7 @@ def _requests(
 ) -> "list[LessonRequest]":
     """Prompts as requests that fit into the model's context. Raises `InvalidRequestError`."""
     from inflight.contracts.params import SamplingParams
-    from inflight.inputs import read_prompt
+    from inflight.entrypoints.inputs import read_prompt
     from inflight.lessons.run import LessonRequest
 
     requests = []

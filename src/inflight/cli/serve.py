@@ -116,8 +116,8 @@ def serve_model(
         when_ready: called with the server's address when the model is loaded.
     """
     _prepare_libraries(options)
-    from inflight.async_llm import AsyncLLM
     from inflight.contracts.watching import KVEvents
+    from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.server.serving.settings import ServerSettings, names_of
 
     name, *aliases = names_of(model, served_model_names)

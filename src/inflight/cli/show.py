@@ -78,7 +78,7 @@ def show(
     from inflight import LLM
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import StepRecord
-    from inflight.inputs import read_prompt
+    from inflight.entrypoints.inputs import read_prompt
     from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
     from inflight.observe.step_drawing import StepDrawing

@@ -1,7 +1,9 @@
 """`EngineConfig`: every choice about the engine that a caller can make. Plain data, checked when made."""
 
+import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from typing import Any
 
 from inflight.contracts.features import (
     ADAPTERS,
@@ -14,7 +16,14 @@ from inflight.contracts.features import (
     RANKS,
     Features,
 )
-from inflight.contracts.options import check_choice, check_integer, check_switch, is_text, strict_options
+from inflight.contracts.options import (
+    check_choice,
+    check_integer,
+    check_switch,
+    is_text,
+    refuse_unknown_options,
+    strict_options,
+)
 from inflight.contracts.params import MAX_SEED
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -264,3 +273,27 @@ def check_adapter(name: object, source: object) -> None:
         raise ValueError(f"the name of an adapter is {name!r}; it must be text that is not empty")
     if not isinstance(source, str) or not source:
         raise ValueError(f"the adapter {name!r} is {source!r}; it must be a folder's name or a hub id")
+
+
+def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:
+    """A front's options as a configuration. Raises `ValueError` if one is unknown or out of range."""
+    refuse_unknown_options(options, [field.name for field in fields(EngineConfig)], owner)
+    options = dict(options)
+    for name in ("dtype", "device"):  # torch.bfloat16 and torch.device("cuda") are accepted, too
+        if type(options.get(name)).__module__ == "torch":
+            options[name] = str(options[name]).removeprefix("torch.")
+    for name in ("draft_model", "prefix_cache_dir"):
+        if isinstance(options.get(name), str | os.PathLike):
+            options[name] = os.path.expanduser(os.fspath(options[name]))
+    if isinstance(options.get("adapters"), Mapping):
+        options["adapters"] = {
+            name: full_source(source) if isinstance(source, str | os.PathLike) else source
+            for name, source in options["adapters"].items()
+        }
+    return EngineConfig(**options)
+
+
+def full_source(source: str | os.PathLike[str]) -> str:
+    """A hub id as it is; a folder as an absolute path: another process, or a later one, may be in another folder."""
+    folder = os.path.expanduser(os.fspath(source))
+    return os.path.abspath(folder) if os.path.isdir(folder) else folder

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from inflight.contracts.cache_layout import CacheGroup
+from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.pooling import PoolingPlan
 
 
@@ -102,3 +103,9 @@ class ModelInfo:
         """How many, in words: "2 threads", or "2 ranks of 1 thread"."""
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         return threads if self.num_ranks == 1 else f"{self.num_ranks} ranks of {threads}"
+
+
+def refusal_to_generate(info: ModelInfo) -> InvalidRequestError:
+    """What a model that pools answers if it is asked to generate."""
+    assert info.pooling is not None
+    return InvalidRequestError(f"{info.model_class} was loaded to {info.pooling.task}; it does not generate text")

@@ -78,3 +78,17 @@ def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
     choices = list(choices)
     if value not in choices:
         raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(repr(choice) for choice in choices)}")
+
+
+def is_loaded_model(given: object) -> bool:
+    """Whether this is a `PreTrainedModel`. Imports nothing: a caller that has one has imported its class, and torch."""
+    return _is_instance(given, "transformers.modeling_utils", "PreTrainedModel")
+
+
+def is_loaded_tokenizer(given: object) -> bool:
+    """Whether this is a `PreTrainedTokenizerBase`; see `is_loaded_model`."""
+    return _is_instance(given, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
+
+
+def _is_instance(given: object, module: str, name: str) -> bool:
+    return module in sys.modules and isinstance(given, getattr(sys.modules[module], name))

@@ -17,12 +17,11 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.errors import AdapterError, InvalidRequestError
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.options import is_text
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import BadWords
 from inflight.contracts.pooling import PooledText
-from inflight.pooling.requests import refusal_to_generate
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
 

@@ -53,7 +53,7 @@ from inflight.execution.adapters import AdapterCheckpoint, Adapters
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
-from inflight.pooling.checkpoint import pooling_plan
+from inflight.execution.pooling.checkpoint import pooling_plan
 from inflight.scheduling.scheduler import Scheduler
 from inflight.text.tokenizer import CONFIGURATION, Tokenizer
 
@@ -84,7 +84,7 @@ class Engine:
     """
 
     def __init__(self, model: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
-        pooling = pooling_plan(model, config, tokenizer)
+        pooling = pooling_plan(model, config, tokenizer and tokenizer.inner)
         if pooling is not None:  # nothing is kept by slot of a text, so that a slot costs nothing
             config = replace(config, max_num_seqs=config.max_num_batched_tokens)
         self.config = config

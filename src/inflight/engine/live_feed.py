@@ -13,7 +13,7 @@ from itertools import islice
 from inflight.contracts.live import LaneWork, LiveSequence, LiveState
 from inflight.contracts.record import RecordTo, StepRecord
 from inflight.engine.engine import Engine
-from inflight.machine import resident_bytes
+from inflight.host.machine import resident_bytes
 from inflight.observe.recorder import observe_with
 from inflight.observe.rotating_recorder import RotatingRecorder
 from inflight.scheduling.sequence import Sequence

@@ -11,7 +11,7 @@ time that its own prompt takes, a step of few tokens is short on every machine.
 Pure: callers pass durations in.
 """
 
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 MIN_TOKENS = 16
 """Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""

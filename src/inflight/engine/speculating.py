@@ -11,10 +11,10 @@ from inflight.contracts.features import DRAFT_MODEL, SPECULATION, Features
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
-from inflight.sources import load_tokenizer
 from inflight.speculation import Constrained, Drafting, DraftLayout, Lookup, Speculation
 from inflight.speculation.constrained import Grammars
 from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_files import load_tokenizer
 
 
 def speculation_of(

@@ -7,7 +7,7 @@ from contextvars import ContextVar
 import torch
 
 from inflight.execution.kernels import kernels_available
-from inflight.machine import usable_cores
+from inflight.host.machine import usable_cores
 
 _of_steps: ContextVar[int | None] = ContextVar("threads of steps, where torch has one", default=None)
 

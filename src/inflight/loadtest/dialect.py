@@ -14,9 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from inflight.loadtest.openai_client import Chunk, OpenAIClient, ServerError
 from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.sketch import Prompt, Sketch
-from inflight.openai_client import Chunk, OpenAIClient, ServerError
 
 Endpoint: TypeAlias = Literal["completions", "chat"]
 PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

@@ -12,12 +12,12 @@ from typing import Literal, TypeAlias
 import numpy as np
 
 from inflight.loadtest.dialect import VOCAB_SIZES, Dialect, Target, find_dialect
+from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.processes import run_in_processes
 from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.report import LoadReport, Objectives, report_of
 from inflight.loadtest.runner import Clock, LoadRequest, Record, Tally, run_load
 from inflight.loadtest.sketch import Sketch
-from inflight.openai_client import OpenAIClient
 
 PROC = Path("/proc")
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
 
+from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.runner import LoadRequest, Record, WallClock, allow_connections, run_load
-from inflight.openai_client import OpenAIClient
 
 SECONDS_TO_MEET = 120.0
 """How long the first process waits for the last to be ready."""

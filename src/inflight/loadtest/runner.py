@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Protocol
 
-from inflight.openai_client import Chunk, OpenAIClient, ServerError
+from inflight.loadtest.openai_client import Chunk, OpenAIClient, ServerError
 
 
 @dataclass(frozen=True, slots=True)

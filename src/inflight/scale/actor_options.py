@@ -8,7 +8,7 @@ import ray
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST
 from inflight.contracts.params import MAX_SEED
-from inflight.machine import usable_cores, usable_memory
+from inflight.host.machine import usable_cores, usable_memory
 
 
 def options_in_actor(engine: Mapping[str, Any]) -> dict[str, Any]:

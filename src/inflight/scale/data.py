@@ -25,11 +25,11 @@ from ray.data.llm import Processor, ProcessorConfig
 from ray.llm._internal.batch.processor import ProcessorBuilder
 from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
 
+from inflight.contracts.config import engine_config
 from inflight.contracts.options import refuse_unknown_options
-from inflight.machine import usable_cores
+from inflight.host.machine import usable_cores
 from inflight.scale.actor_options import threads_of
 from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params_of
-from inflight.sources import engine_config
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
-from inflight.async_llm import AsyncLLM
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.scale.actor_options import options_in_actor
 from inflight.scale.autoscaling import reported
 from inflight.scale.forwarding import ForwardedRequest

@@ -9,12 +9,12 @@ from typing import Any
 
 import msgspec
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, InvalidRequestError
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.inputs import Prompt
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.entrypoints.inputs import Prompt
 from inflight.scale.actor_options import options_in_actor
 
 PROMPT_COLUMNS = {

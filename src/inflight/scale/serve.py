@@ -16,7 +16,7 @@ from ray import serve
 from ray.serve import Application
 
 from inflight.contracts.options import refuse_unknown_options
-from inflight.machine import usable_cores
+from inflight.host.machine import usable_cores
 from inflight.scale.autoscaling import POLICY
 from inflight.scale.prefix_front import PrefixFront, router_of
 from inflight.scale.replica import AnsweringReplica, EngineReplica

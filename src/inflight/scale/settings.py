@@ -5,10 +5,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import EngineConfig, engine_config
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings, names_of
-from inflight.sources import engine_config
 
 PREFIX, LEAST_LOADED = "prefix", "least-loaded"
 

@@ -15,9 +15,9 @@ from pathlib import Path
 from fastapi import FastAPI
 
 from inflight import __version__
-from inflight.async_llm import AsyncLLM
 from inflight.batches.worker import Answerer
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs
 from inflight.server.endpoints import BATCH_LINES, Endpoint, add_endpoints, errors_of_path

@@ -14,10 +14,10 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.contracts.record import RecordTo
-from inflight.garbage_collection import spare_what_stays
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.host.garbage_collection import spare_what_stays
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView

@@ -11,8 +11,8 @@ from itertools import count
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
+from inflight.engine.replicas.router import ReplicaSize, Router, Sent
 from inflight.observe.run_report import RunReport
-from inflight.replicas.router import ReplicaSize, Router, Sent
 from inflight.simulate.guesses import GuessRate
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.simulated_engine import SimulatedEngine

@@ -18,7 +18,7 @@ from inflight.contracts.speculation import Candidate
 from inflight.speculation.draft_cache import DraftCache, DraftLayout, extend
 from inflight.speculation.guesser import NOTHING, Guess
 from inflight.speculation.outcomes import Outcomes
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from typing import NamedTuple
 from inflight.contracts.speculation import Candidate
 from inflight.speculation.drafting import Drafting
 from inflight.speculation.guesser import NOTHING, Guess, Guesser
-from inflight.step_times import StepTimes
+from inflight.speculation.step_times import StepTimes
 
 LEAST_GAIN = 1.01
 """The factor by which guesses must be expected to improve a step: what is expected is not known exactly."""

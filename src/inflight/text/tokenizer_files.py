@@ -3,13 +3,24 @@
 `transformers` is imported only when a tokenizer is read.
 """
 
-from pathlib import Path
+from __future__ import annotations
 
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeAlias
+
+from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.options import is_loaded_model, is_loaded_tokenizer
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.text.gguf_pre_tokenizers import set_pre_tokenizer
 from inflight.text.tokenizer import Tokenizer, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    TokenizerSource: TypeAlias = str | os.PathLike[str] | PreTrainedTokenizerBase
 
 # A folder with none of these has no tokenizer. `AutoTokenizer` cannot be asked: from a config.json alone it makes a
 # tokenizer with an empty vocabulary.
@@ -31,6 +42,25 @@ ENDS = ("eos", "eot", "eom")
 """What a GGUF file calls the tokens that end a sequence, a turn, and a message that waits for a tool."""
 NO_TOKEN = (-1, 2**32 - 1)
 """What GGUF files say of a role that no token has."""
+
+
+def load_tokenizer(
+    model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
+) -> Tokenizer | None:
+    """The tokenizer that was given, else the one that comes with the model; None if there is none. Raises
+    `ModelError`."""
+    if is_loaded_tokenizer(tokenizer):
+        return Tokenizer(tokenizer)
+    if tokenizer is None and is_loaded_model(model):
+        return None
+    source = model if tokenizer is None else tokenizer
+    if not isinstance(source, str | os.PathLike):
+        raise ModelError(f"the tokenizer is a {type(source).__name__}; it must be a hub id, a folder, or a loaded one")
+    name = os.path.expanduser(os.fspath(source))
+    loaded = read_tokenizer(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
+    if loaded is None and tokenizer is not None:
+        raise ModelError(f"there is no tokenizer in {name!r}")
+    return loaded
 
 
 def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Tokenizer | None:

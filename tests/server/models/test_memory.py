@@ -5,7 +5,7 @@ from pathlib import Path
 from inflight import LLM
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
-from inflight.machine import usable_memory
+from inflight.host.machine import usable_memory
 from inflight.server.models.memory import (
     BYTES_OF_PROCESS,
     bytes_before_load,

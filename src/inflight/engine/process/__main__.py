@@ -13,10 +13,10 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
-from inflight.engine.python_process import take_over_standard_streams
 from inflight.engine.ranks.local_ranks import start_early
-from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
-from inflight.lean_imports import import_leanly
+from inflight.host.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
+from inflight.host.lean_imports import import_leanly
+from inflight.host.python_process import take_over_standard_streams
 
 SECONDS_TO_SAVE = 4.5
 """After that, callers kill it (`connection.SECONDS_TO_END`)."""
@@ -46,7 +46,7 @@ def main() -> int:
         from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve
         from inflight.execution.shared_memory import share_through
-        from inflight.sources import load_tokenizer
+        from inflight.text.tokenizer_files import load_tokenizer
 
     def load() -> Engine:
         if asked.weights_file is not None:

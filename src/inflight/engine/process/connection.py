@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from inflight.contracts.watching import Watching
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
-from inflight.engine.python_process import ending, started
+from inflight.host.python_process import ending, started
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine

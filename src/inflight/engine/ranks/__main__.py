@@ -4,10 +4,10 @@ import os
 import sys
 import threading
 
-from inflight.engine.python_process import take_over_standard_streams
 from inflight.engine.ranks.links import StreamLink
 from inflight.engine.ranks.messages import Part
-from inflight.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+from inflight.host.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+from inflight.host.python_process import take_over_standard_streams
 
 
 def main() -> int:

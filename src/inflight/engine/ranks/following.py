@@ -6,7 +6,7 @@ from inflight.engine.ranks.links import StreamLink
 from inflight.engine.ranks.messages import Failed, Part, Prepared, Step
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ranks.rank import Rank
-from inflight.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import spare_what_stays
 
 
 def follow(part: Part, link: StreamLink) -> bool:

@@ -5,8 +5,8 @@ from subprocess import Popen
 from typing import IO
 
 from inflight.engine.frames import framed, read_frame
-from inflight.engine.python_process import ending
 from inflight.engine.ranks.messages import Message
+from inflight.host.python_process import ending
 
 
 class StreamLink:

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.engine.python_process import started
 from inflight.engine.ranks.links import ProcessLink
 from inflight.engine.ranks.messages import Place
-from inflight.machine import place, usable_memory
+from inflight.host.machine import place, usable_memory
+from inflight.host.python_process import started
 
 if TYPE_CHECKING:
     from inflight.execution.ranks.rank import Rank

@@ -14,7 +14,7 @@ from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.sampling.token_mask import TokenMasks
-from inflight.garbage_collection import call_after
+from inflight.host.garbage_collection import call_after
 
 
 def make_runner(model: ModelSource, config: EngineConfig, pooling: PoolingPlan | None = None) -> ModelRunner:

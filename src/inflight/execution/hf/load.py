@@ -23,7 +23,7 @@ from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.hf.state import refuse_incomplete
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
-from inflight.machine import usable_memory
+from inflight.host.machine import usable_memory
 
 CACHE_SHARE_OF_GPU = 0.9
 """Shares of a GPU's free memory, and of a host's memory, that the cache takes by default."""

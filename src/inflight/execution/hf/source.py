@@ -3,16 +3,36 @@
 
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.options import is_loaded_model
+from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.parts import parts_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def model_source(model: object) -> "str | PreTrainedModel":
+    """A hub id, a folder with `~` expanded, or a loaded model; None is the embedded model. Raises `ModelError` for
+    anything else."""
+    if model is None:
+        return str(DEMO_MODEL)
+    if is_loaded_model(model):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return os.path.expanduser(os.fspath(model))
+    raise ModelError(
+        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
+    )
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> None:

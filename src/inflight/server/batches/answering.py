@@ -10,8 +10,8 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+from inflight.entrypoints.async_llm import AsyncLLM
 
 SECONDS_BEFORE_RETRY = 0.5
 

@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from inflight.contracts.errors import InvalidRequestError
-from inflight.inputs import written_chat
+from inflight.entrypoints.inputs import written_chat
 from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import READING

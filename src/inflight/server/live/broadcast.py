@@ -11,10 +11,10 @@ from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.live import LiveState
 from inflight.contracts.record import RecordTo
-from inflight.machine import resident_bytes
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.host.machine import resident_bytes
 from inflight.server.live.history import LoadHistory
 from inflight.server.wire.json_route import to_json
 

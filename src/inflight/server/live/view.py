@@ -7,9 +7,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.record import RecordTo
-from inflight.replicas.looking import recording_of
+from inflight.engine.replicas.looking import recording_of
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.live.broadcast import Broadcast
 from inflight.server.live.history import LoadHistory
 from inflight.server.serving.service import RunningRequest

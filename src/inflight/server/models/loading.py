@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import EngineStats
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.app import background_app, create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView

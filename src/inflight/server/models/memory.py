@@ -10,7 +10,7 @@ from pathlib import Path
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.gguf.parts import parts_of
-from inflight.machine import usable_memory
+from inflight.host.machine import usable_memory
 
 PEAK_OF_LOADING = 1.6
 """The peak while a model is loaded, as a multiple of its weights."""

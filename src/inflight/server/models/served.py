@@ -7,10 +7,11 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from inflight.async_llm import AsyncLLM
-from inflight.contracts.config import EngineConfig
-from inflight.machine import free_memory
-from inflight.replicas.placement import check_replicas
+from inflight.contracts.config import EngineConfig, engine_config
+from inflight.engine.replicas.placement import check_replicas
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.execution.hf.source import model_source
+from inflight.host.machine import free_memory
 from inflight.server.models.app import create_models_app
 from inflight.server.models.live_page import add_live_pages
 from inflight.server.models.loading import LivePage, ModelLoad
@@ -22,7 +23,6 @@ from inflight.server.models.settings import PoolSettings
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings
-from inflight.sources import engine_config, model_source
 
 NOT_OF_CONFIG = {"replicas", "routing", "step_timeout", "tokenizer", "restart_delays", "in_process"}
 """Options of `AsyncLLM` that are not its configuration's."""

@@ -8,9 +8,9 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput
 from inflight.contracts.pooling import Values
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.pooling.running import Texts, TruncatePromptTokens, as_list, head, pooled, usage_of
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError

@@ -10,9 +10,9 @@ from typing import Annotated, Any, TypeVar
 from fastapi import Request
 from pydantic import Field
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from inflight.contracts.params import SamplingParams
+from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import service_of
 from inflight.server.serving.streams import attended

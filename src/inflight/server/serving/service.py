@@ -11,12 +11,12 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import TextDelta
 from inflight.contracts.params import SamplingParams
-from inflight.inputs import Prompt, read_prompt
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.entrypoints.inputs import Prompt, read_prompt
 from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, write_chat
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings

@@ -18,30 +18,31 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.adapter_names import AdapterNames
+from inflight.contracts.config import engine_config
 from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.options import refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats, sum_of
 from inflight.engine.admission import AcceptedRequest, Admission
+from inflight.engine.client import EngineClient
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import AskStats, PinPrefix, Ready, SavePrefixes
+from inflight.engine.replicas.launch import load_of
+from inflight.engine.replicas.placement import check_replicas
+from inflight.entrypoints.adapter_names import AdapterNames
+from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
+from inflight.entrypoints.offline_call import OfflineCall, RefusedRequestError
+from inflight.entrypoints.pooling_calls import PoolingCalls
+from inflight.entrypoints.pooling_requests import Output, PoolingRequest
 from inflight.execution.hf.load import ModelSource
-from inflight.execution.hf.source import check_source
-from inflight.garbage_collection import call_after
-from inflight.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
+from inflight.execution.hf.source import check_source, model_source
+from inflight.host.garbage_collection import call_after
 from inflight.observe.progress import with_progress
-from inflight.pooling.calls import PoolingCalls
-from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
-from inflight.replicas.engine_client import EngineClient
-from inflight.replicas.launch import load_of
-from inflight.replicas.offline_call import OfflineCall, RefusedRequestError
-from inflight.replicas.placement import check_replicas
-from inflight.sources import engine_config, load_tokenizer, model_source
 from inflight.text.collector import Collector
+from inflight.text.tokenizer_files import load_tokenizer
 
 
 class LLM(PoolingCalls):

@@ -14,16 +14,16 @@ from contextlib import aclosing
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from inflight.async_llm import AsyncLLM
 from inflight.contracts.errors import EngineDeadError
 from inflight.contracts.outputs import RequestMetrics, RequestOutput, TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.record import EngineStats
-from inflight.inputs import Prompt
+from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.entrypoints.inputs import Prompt
 
 if TYPE_CHECKING:
     from inflight.execution.hf.load import ModelSource
-    from inflight.sources import TokenizerSource
+    from inflight.text.tokenizer_files import TokenizerSource
 
 logger = logging.getLogger(__name__)
 

@@ -23,8 +23,8 @@ from inflight.engine.process.connection import Connection, ThreadConnection
 from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
 from inflight.engine.process.session import Mailbox, Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.replicas.launch import Launches
-from inflight.replicas.router import ReplicaSize, Router, Sent
+from inflight.engine.replicas.launch import Launches
+from inflight.engine.replicas.router import ReplicaSize, Router, Sent
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine

@@ -17,7 +17,7 @@ from inflight.execution.hf.source import check_source
 from inflight.execution.kernels import kernels_available
 from inflight.execution.mapped_memory import let_go_of_file_pages
 from inflight.execution.weights.rounded_model import round_weights
-from inflight.sources import load_tokenizer
+from inflight.text.tokenizer_files import load_tokenizer
 
 FORMATS = ("int4", "int8")
 

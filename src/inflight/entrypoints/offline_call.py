@@ -18,10 +18,10 @@ from queue import SimpleQueue
 from inflight.contracts.errors import EngineDeadError
 from inflight.contracts.outputs import SequenceOutput, merged
 from inflight.engine.admission import AcceptedRequest
+from inflight.engine.client import Delivery, EngineClient
 from inflight.engine.process.protocol import Abort, Generate, GenerateMany
 from inflight.engine.process.session import DirectMailbox, Mail, Mailbox, Session
-from inflight.garbage_collection import call_soon
-from inflight.replicas.engine_client import Delivery, EngineClient
+from inflight.host.garbage_collection import call_soon
 
 IN_WORK_FOR_EACH_SLOT = 2
 """So that another request waits where one gives its slot back."""

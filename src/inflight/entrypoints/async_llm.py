@@ -18,11 +18,10 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from inflight.adapter_names import AdapterNames
-from inflight.contracts.config import BACKGROUND, ROUTINGS
+from inflight.contracts.config import BACKGROUND, ROUTINGS, engine_config
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, merged
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
@@ -30,25 +29,27 @@ from inflight.contracts.pooling import PooledText, Values
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
+from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
-from inflight.garbage_collection import call_after
-from inflight.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
-from inflight.pooling.calls import AsyncPoolingCalls
-from inflight.pooling.requests import Output, PoolingRequest, refusal_to_generate
-from inflight.replicas.engine_client import EngineClient
-from inflight.replicas.launch import load_of
-from inflight.replicas.looking import RequestNames, looks, recording_of
-from inflight.replicas.placement import check_replicas
-from inflight.sources import engine_config, load_tokenizer, model_source
+from inflight.engine.replicas.launch import load_of
+from inflight.engine.replicas.looking import RequestNames, looks, recording_of
+from inflight.engine.replicas.placement import check_replicas
+from inflight.entrypoints.adapter_names import AdapterNames
+from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
+from inflight.entrypoints.pooling_calls import AsyncPoolingCalls
+from inflight.entrypoints.pooling_requests import Output, PoolingRequest
+from inflight.execution.hf.source import model_source
+from inflight.host.garbage_collection import call_after
 from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer
+from inflight.text.tokenizer_files import load_tokenizer
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
     from inflight.execution.hf.load import ModelSource
-    from inflight.sources import TokenizerSource
+    from inflight.text.tokenizer_files import TokenizerSource
 
 STEP_TIMEOUT = 60.0
 """Seconds. On the slowest machine that is of any use, no step takes as long."""

@@ -18,10 +18,9 @@ from inflight.contracts.pooling import NORMALIZE, PoolingPlan, PoolingTask
 from inflight.execution.hf.source import read_config
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
-from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 CLASSIFIES = "ForSequenceClassification"
 EMBEDS = ("Model", "EncoderModel", "ForMaskedLM", "ForPreTraining")
@@ -41,7 +40,7 @@ LIMIT_OF_TOKENIZERS = 2**20
 
 
 def pooling_plan(
-    source: str | os.PathLike[str] | PreTrainedModel, config: EngineConfig, tokenizer: Tokenizer | None
+    source: str | os.PathLike[str] | PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> PoolingPlan | None:
     """How a model pools; None: it generates. Raises `ModelError` if its files ask for something that we do not know, or
     if it cannot do what the `task` asks for.
@@ -68,7 +67,7 @@ def pooling_plan(
 
 
 def _plan_of_gguf(
-    mode: str | None, model_config: PreTrainedConfig, config: EngineConfig, tokenizer: Tokenizer | None
+    mode: str | None, model_config: PreTrainedConfig, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> PoolingPlan | None:
     """How the model of a GGUF file pools: by the `mode` that it names, with vectors of length 1, as in llama.cpp."""
     if config.task == "classify":
@@ -116,7 +115,7 @@ def _plan_of(
     model_config: PreTrainedConfig,
     modules: tuple[_Files, Any] | None,
     config: EngineConfig,
-    tokenizer: Tokenizer | None,
+    tokenizer: PreTrainedTokenizerBase | None,
 ) -> PoolingPlan | None:
     task = config.task
     if task == "auto":
@@ -126,7 +125,7 @@ def _plan_of(
             task = "embed"
         else:
             return None
-    limit = None if tokenizer is None else tokenizer.inner.model_max_length
+    limit = None if tokenizer is None else tokenizer.model_max_length
     longest = limit if limit is not None and limit < LIMIT_OF_TOKENIZERS else None
     if task == "embed":
         plan = PoolingPlan("embed", max_tokens=longest)
@@ -209,11 +208,11 @@ def _activation(config: PreTrainedConfig, num_labels: int) -> Any:
     return "sigmoid" if num_labels == 1 or is_multiple else "softmax"
 
 
-def _answers(tokenizer: Tokenizer | None) -> tuple[int, int]:
+def _answers(tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, int]:
     """The token ids of "no" and "yes"."""
     if tokenizer is None:
         raise ModelError("task is 'rerank', which needs the model's tokenizer")
-    no, yes = (tokenizer.inner.convert_tokens_to_ids(word) for word in ("no", "yes"))
+    no, yes = (tokenizer.convert_tokens_to_ids(word) for word in ("no", "yes"))
     if no is None or yes is None or no == yes:
         raise ModelError('task is "rerank", but the tokenizer has no tokens "yes" and "no"')
     return no, yes

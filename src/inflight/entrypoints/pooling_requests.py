@@ -13,7 +13,7 @@ from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
 from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan, Values
-from inflight.pooling.texts import Text, TextReader
+from inflight.entrypoints.pooling_texts import Text, TextReader
 from inflight.text.tokenizer import Tokenizer
 
 Output = TypeVar("Output")
@@ -155,12 +155,6 @@ def plan_for(info: ModelInfo, does: str, *tasks: str) -> PoolingPlan:
             f"{info.model_class} was loaded to {info.pooling.task}; it {does} nothing (see the option task)"
         )
     return info.pooling
-
-
-def refusal_to_generate(info: ModelInfo) -> InvalidRequestError:
-    """What a model that pools answers if it is asked to generate."""
-    assert info.pooling is not None
-    return InvalidRequestError(f"{info.model_class} was loaded to {info.pooling.task}; it does not generate text")
 
 
 def as_list(texts: Texts) -> list[Text]:

@@ -3,9 +3,8 @@
 import threading
 from collections.abc import Iterator, Mapping
 
-from inflight.contracts.config import NO_ADAPTERS, EngineConfig, check_adapter
+from inflight.contracts.config import NO_ADAPTERS, EngineConfig, check_adapter, full_source
 from inflight.contracts.errors import AdapterError
-from inflight.sources import full_source
 
 
 class AdapterNames(Mapping[str, str]):

@@ -4,7 +4,7 @@ from math import ceil
 from pathlib import Path
 
 from inflight.contracts.options import check_integer
-from inflight.machine import SYSTEM, cores_of_nodes, usable_cores
+from inflight.host.machine import SYSTEM, cores_of_nodes, usable_cores
 
 
 def check_replicas(replicas: object, num_ranks: int = 1, system: Path = SYSTEM) -> int:

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
-from inflight.pooling.requests import (
+from inflight.entrypoints.pooling_requests import (
     Output,
     PoolingRequest,
     Texts,

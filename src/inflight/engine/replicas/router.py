@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from inflight.replicas.expectation import Expectation, Load
+from inflight.engine.replicas.expectation import Expectation, Load
 
 NUM_DRAWN = 2
 

@@ -14,17 +14,17 @@ import msgspec
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.options import is_loaded_model, is_loaded_tokenizer
 from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
-from inflight.machine import Placement, place, usable_memory
-from inflight.replicas.looking import recording_of
-from inflight.sources import is_loaded_model, is_loaded_tokenizer
+from inflight.engine.replicas.looking import recording_of
+from inflight.host.machine import Placement, place, usable_memory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from inflight.sources import TokenizerSource
+    from inflight.text.tokenizer_files import TokenizerSource
 
 
 def load_of(

@@ -1,0 +1,1 @@
+"""Several engines of one model: where they run (`placement`), and which of them gets a request (`router`)."""

@@ -113,13 +113,13 @@ def run_plain(model: Path, pieces: list[list[int]]) -> list[torch.Tensor]:
 
 def run_engine(model: Path, pieces: list[list[int]], options: dict[str, str]) -> list[torch.Tensor]:
     """The same by the engine's executor."""
-    runner = ModelRunner(str(model), EngineConfig(num_blocks=8 * PIECE // 16, **options))  # type: ignore[arg-type]
+    runner = ModelRunner(str(model), EngineConfig(num_blocks=8 * PIECE // 16, **options))
     size = PIECE // 16
     tables = tuple((array("i", range(g * size, (g + 1) * size)),) for g in range(len(runner.executor.cache_groups)))
 
     def run(piece: list[int]) -> torch.Tensor:
         plan = StepPlan((Span(0, 0, 0, piece, len(piece), len(piece)),), tables)
-        batch = RaggedBatch.from_plan(plan, runner.config.block_size, runner.device)
+        batch = RaggedBatch.from_plan(plan, runner.config.kv_cache.block_size, runner.device)
         return runner.executor.forward(batch).float()
 
     return list(map(run, pieces))

@@ -103,7 +103,9 @@ def through_engine(options: dict[str, Any]) -> Callable[[list[int]], torch.Tenso
         for first in range(0, len(document), CHUNK):
             tokens = document[first : first + CHUNK]
             plan = StepPlan((Span(0, 0, first, tokens, len(tokens), len(document)),), ((array("i", range(64)),),))
-            yield runner.executor.forward(RaggedBatch.from_plan(plan, runner.config.block_size, runner.device)).float()
+            yield runner.executor.forward(
+                RaggedBatch.from_plan(plan, runner.config.kv_cache.block_size, runner.device)
+            ).float()
 
     return lambda document: torch.cat(list(chunks(document)))
 

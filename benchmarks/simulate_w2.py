@@ -105,7 +105,7 @@ def warm_up(engine: Engine) -> None:
 
 def compare(number: int, learned_from: list[Recording], workload: Workload, measured: Recording) -> float:
     """Predict the run from its requests alone; print a line, and return predicted / measured wall time."""
-    cost, slots = fit_cost(learned_from), measured.config.max_num_seqs
+    cost, slots = fit_cost(learned_from), measured.config.scheduling.max_num_seqs
     requests = [SimulatedRequest(str(n), 0.0, prompt, (count,)) for n, (prompt, count) in enumerate(workload)]
     predicted, actual = simulate(requests, measured.config, cost), report_of(measured)
     errors = [abs(cost.seconds(load_of(step)) / seconds - 1) for step, seconds in timed_steps(measured.steps)]

@@ -126,8 +126,8 @@ def main() -> None:
 
 def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list[Lesson]], num_rounds: int) -> str:
     """Run one workload without and with speculation; return a line of the table."""
-    teachers = [Teacher(llm.engine.config.max_num_seqs) for llm in llms]
-    pupil = Pupil(llms[1].engine.config.max_num_seqs)
+    teachers = [Teacher(llm.engine.config.scheduling.max_num_seqs) for llm in llms]
+    pupil = Pupil(llms[1].engine.config.scheduling.max_num_seqs)
     for llm, teacher in zip(llms, teachers, strict=True):
         llm.engine.runner.sampler = teacher
     if name in DRAFTED:

@@ -196,7 +196,7 @@ def beside(arguments: argparse.Namespace, folder: Path) -> None:
     store = llm.engine._store
     assert store is not None
     saved_before = store.num_saved
-    most_saved = saved_before + arguments.tokens // llm.engine.config.block_size
+    most_saved = saved_before + arguments.tokens // llm.engine.config.kv_cache.block_size
     saving = decode_times(llm, [], lambda: store.num_saved < most_saved)
     num_saved = store.num_saved - saved_before
     flush(llm)

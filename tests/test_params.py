@@ -1,15 +1,24 @@
 """Options are checked on creation by name, type and range; each refusal is one sentence that names the value."""
 
 import pickle
-from dataclasses import FrozenInstanceError, fields, replace
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from string import Formatter
 from typing import Any
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.config import (
+    DebugConfig,
+    EngineConfig,
+    KVCacheConfig,
+    PrefixCacheConfig,
+    QuantizationConfig,
+    SchedulingConfig,
+    SpeculationConfig,
+)
 from inflight.contracts.errors import UnknownOptionError
 from inflight.contracts.foreign_names import FOREIGN_NAMES
+from inflight.contracts.options import flat_values, option_names
 from inflight.contracts.params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
@@ -216,8 +225,22 @@ def test_the_refusal_of_an_unknown_choice_lists_all_choices() -> None:
     ids=str,
 )
 def test_good_engine_options_are_kept_as_given(given: dict[str, Any]) -> None:
-    config = EngineConfig(**given)
-    assert {name: getattr(config, name) for name in given} == given
+    values = flat_values(EngineConfig(**given))
+    assert {name: values[name] for name in given} == given
+
+
+def test_groups_of_options_are_given_nested_or_flat_or_both() -> None:
+    nested = EngineConfig(kv_cache=KVCacheConfig(dtype="int8", num_blocks=9), speculation={"method": "off"})
+    assert nested == EngineConfig(kv_cache_dtype="int8", num_blocks=9, speculation="off")
+    assert EngineConfig(kv_cache=KVCacheConfig(dtype="int8"), num_blocks=9, speculation="off") == nested
+    assert nested.replace(num_blocks=5).kv_cache == KVCacheConfig(dtype="int8", num_blocks=5)
+    assert EngineConfig(**asdict(nested)) == nested
+    with pytest.raises(ValueError, match=r"^kv_cache is 3; it must be a KVCacheConfig, or a dict$"):
+        EngineConfig(kv_cache=3)
+    with pytest.raises(ValueError, match=r"^kv_cache_memory is 0; it must be an integer of at least 1$"):
+        EngineConfig(kv_cache={"memory": 0})
+    with pytest.raises(UnknownOptionError, match="KVCacheConfig has no option 'sise'"):
+        EngineConfig(kv_cache={"sise": 1})
 
 
 # ------------------------------------------------------------------------------------- both
@@ -250,7 +273,7 @@ def test_an_unknown_option_is_refused_with_a_hint(options: type, name: str, hint
 
 
 def test_what_other_engines_call_otherwise_is_explained_with_options_that_exist() -> None:
-    ours = {field.name for options in (EngineConfig, SamplingParams) for field in fields(options)}
+    ours = option_names(EngineConfig) | option_names(SamplingParams)
     assert not ours & FOREIGN_NAMES.keys()
     for name, text in FOREIGN_NAMES.items():
         assert {named for _, named, _, _ in Formatter().parse(text) if named is not None} <= ours, name
@@ -301,7 +324,10 @@ def test_options_survive_pickling(made: Any) -> None:
     assert pickle.loads(pickle.dumps(made)) == made
 
 
-@both
+GROUPS = [QuantizationConfig, KVCacheConfig, PrefixCacheConfig, SchedulingConfig, SpeculationConfig, DebugConfig]
+
+
+@pytest.mark.parametrize("options", [SamplingParams, EngineConfig, *GROUPS])
 def test_every_option_is_explained_in_the_docstring(options: type) -> None:
     explained = options.__doc__ or ""
     assert [field.name for field in fields(options) if f"        {field.name}: " not in explained] == []

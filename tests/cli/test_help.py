@@ -52,7 +52,7 @@ def test_options_of_the_engine_stand_under_headings_and_show_their_defaults(name
         return
     shown = {"race": "8", "show": "one less than there are prompts", "profile": "--num-seqs"}.get(name, "64")
     assert re.search(rf"--max-num-seqs INTEGER [^\[]*\[default: {shown}\]", text)
-    assert f"[default: {EngineConfig().max_num_batched_tokens}]" in text
+    assert f"[default: {EngineConfig().scheduling.max_num_batched_tokens}]" in text
     assert re.search(r"--kv-cache-memory SIZE [^\[]*\[default: ", text)
 
 

@@ -78,7 +78,7 @@ def test_synthetic_requests_use_the_costs_of_a_recorded_machine(recording: Path,
     values = report(*arguments, "--fit", recording, "--record", tmp_path / "simulated")
     assert values["num_blocks"] == 13
     simulated = read_recording(tmp_path / "simulated")
-    assert simulated.config.max_num_seqs == 3
+    assert simulated.config.scheduling.max_num_seqs == 3
     assert len(simulated.steps) == values["num_steps"]
 
 

@@ -91,7 +91,7 @@ class CopiesNothing(TorchAttention):
 def test_a_broken_backend_is_detected_in_the_first_call(broken: type[TorchAttention]) -> None:
     engine = Engine(zoo.build("llama"), EngineConfig(max_num_batched_tokens=16))
     assert isinstance(engine.runner.executor, PackedExecutor)
-    engine.runner.executor.backend = broken(CPU, torch.float32, engine.config.block_size)
+    engine.runner.executor.backend = broken(CPU, torch.float32, engine.config.kv_cache.block_size)
     comparison = engine.runner.compare_attention()
     comparison.comparing = True
     _, differences = run(engine, comparison, num_tokens=2)

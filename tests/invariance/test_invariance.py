@@ -108,7 +108,7 @@ def run_lessons(
 ) -> tuple[dict[int, Tensor], Engine]:
     """Teach all lessons to a new engine."""
     engine = Engine(model, EngineConfig(**{"speculation": "off"} | options))
-    if engine.config.speculation != "off":
+    if engine.config.speculation.method != "off":
         know_the_lessons(engine, lessons)
     return teach(engine, lessons), engine
 

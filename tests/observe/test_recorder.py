@@ -35,7 +35,7 @@ def test_reading_a_recording_returns_the_observed_steps(tmp_path: Path) -> None:
     seen = [arrival for record in records for arrival in record.arrivals]
     told = [(each.request_id, each.time, len(each.prompt_token_ids)) for each in recording.arrivals]
     assert told == [(each.request_id, each.time, len(each.prompt_token_ids)) for each in seen]
-    assert recording.config.num_blocks == 13
+    assert recording.config.kv_cache.num_blocks == 13
     assert recording.model is not None
     assert recording.config.max_model_len == recording.model.max_model_len
     assert recording.machine["python"]

@@ -83,10 +83,10 @@ def test_what_is_no_number_of_replicas_is_refused(replicas: object) -> None:
 def test_options_that_are_given_stay_and_memory_is_shared() -> None:
     place = Placement(0, (2, 3), 2)
     given = _load_of(Load("m", None, EngineConfig(num_threads=5, kv_cache_memory=1000)), 1, place, 2)
-    assert (given.config.num_threads, given.config.kv_cache_memory, given.cpus) == (5, 1000, (2, 3))
+    assert (given.config.num_threads, given.config.kv_cache.memory, given.cpus) == (5, 1000, (2, 3))
     alone = _load_of(Load("m", None, EngineConfig()), 0, place, 1).config
     shared = _load_of(Load("m", None, EngineConfig()), 0, place, 4).config
     assert alone.num_threads == shared.num_threads == 2
-    assert alone.kv_cache_memory is not None
-    assert shared.kv_cache_memory == alone.kv_cache_memory // 4
-    assert _load_of(Load("m", None, EngineConfig(num_blocks=7)), 0, place, 4).config.kv_cache_memory is None
+    assert alone.kv_cache.memory is not None
+    assert shared.kv_cache.memory == alone.kv_cache.memory // 4
+    assert _load_of(Load("m", None, EngineConfig(num_blocks=7)), 0, place, 4).config.kv_cache.memory is None

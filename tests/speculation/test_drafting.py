@@ -100,7 +100,7 @@ def test_the_draft_computes_only_what_lay_beyond_the_blocks_twice() -> None:
     ends = [end for _, end in spans]
     assert spans[0][0] == 0
     for (start, _), end in zip(spans[1:], ends, strict=False):
-        assert start in (end, end - 1) or start % llm.engine.config.block_size == 0
+        assert start in (end, end - 1) or start % llm.engine.config.kv_cache.block_size == 0
     assert ends[-1] < len(output.prompt_token_ids) + len(output.outputs[0].token_ids)
 
 

@@ -8,7 +8,7 @@ import json
 import random
 import subprocess
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from itertools import product
 from pathlib import Path
@@ -59,7 +59,7 @@ def main() -> None:
     """Run all choices, and write the file."""
     choices = [Choice(*each) for each in product(SLOTS, LENGTHS, ARRIVALS)]
     config = EngineConfig(dtype="float32", enable_prefix_caching=False)
-    settings = {slots: Setting(str(DEMO_MODEL), replace(config, max_num_seqs=slots)) for slots in SLOTS}
+    settings = {slots: Setting(str(DEMO_MODEL), config.replace(max_num_seqs=slots)) for slots in SLOTS}
     runs = []
     for choice in choices:
         requests = choice.requests()

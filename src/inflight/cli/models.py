@@ -4,7 +4,6 @@ tables in its file of options."""
 import functools
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from click.core import ParameterSource
 from inflight.cli.help import Option
 from inflight.cli.options import MODEL, Command, size
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.options import flat_options
 
 if TYPE_CHECKING:
     from inflight.server.models.settings import PoolSettings
@@ -34,7 +34,7 @@ OF_A_TABLE = {
     "model",
     *("tokenizer", "replicas", "routing", "step_timeout"),
     *("max_n", "max_num_sequences", "max_logprobs", "strict", "trust_request_chat_template", "tool_call_parser"),
-    *(field.name for field in fields(EngineConfig)),
+    *flat_options(EngineConfig),
 }
 """Parameters that a file may set for one of several models, in its table."""
 

@@ -11,14 +11,16 @@ import re
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 import click
 from click.core import ParameterSource
 
 from inflight.cli.help import Option
 from inflight.contracts import config
+from inflight.contracts.options import base_of, flat_options
 from inflight.contracts.params import SamplingParams
+from inflight.contracts.structured_output import StructuredOutput
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = Callable[[Command], Command]
@@ -63,17 +65,18 @@ class Shared:
 
     Attributes:
         flag: its name, or several with a space between them; the names of both directions of a switch have a slash.
-        type: what its text becomes; None: it is a switch.
         help: its meaning.
         unset: what applies if neither caller nor field has a value, in words.
         field: the field that it sets, if it is not named like the option.
+        type: what its text becomes; None: what the field's annotation says.
+        multiple: whether it may be repeated.
     """
 
     flag: str
-    type: Any
     help: str
     unset: str = ""
     field: str | None = None
+    type: Any = None
     multiple: bool = False
 
     def under(self, heading: str, defaults: Mapping[str, Any]) -> Options[Any]:
@@ -82,7 +85,8 @@ class Shared:
         default = defaults.get(name)
         shown = self.unset if default is None else {"True": "on", "False": ""}.get(str(default), str(default))
         text = f"{self.help}  [default: {shown}]" if shown else self.help
-        attributes: dict[str, Any] = {"is_flag": True, "default": None} if self.type is None else {"type": self.type}
+        kind = self.type or (_kind(_OPTIONS[name].kind) if name in _OPTIONS else str)
+        attributes: dict[str, Any] = {"is_flag": True, "default": None} if kind is bool else {"type": kind}
         if self.multiple:
             attributes["multiple"] = True
         return click.option(
@@ -90,125 +94,125 @@ class Shared:
         )
 
 
-def _one_of(flag: str, values: tuple[str, ...], meaning: str, unset: str = "") -> Shared:
-    return Shared(flag, click.Choice(values), meaning, unset)
+def _kind(annotation: Any) -> Any:
+    """What an option's text becomes: a plain type, or one of several words."""
+    base, _ = base_of(annotation)
+    if get_origin(base) is not Literal:
+        return base if base in (bool, int, float) else str
+    words = get_args(base)
+    return click.Choice(words) if isinstance(words[0], str) else type(words[0])
 
 
+_OPTIONS = {**flat_options(StructuredOutput), **flat_options(SamplingParams), **flat_options(config.EngineConfig)}
+_OF_ENGINE = {name: option.default for name, option in flat_options(config.EngineConfig).items()}
+_OF_SAMPLING = {name: option.default for name, option in flat_options(SamplingParams).items()} | {"max_tokens": None}
 MODEL, RUNNING, BATCHING, CACHE = "Model", "How the model runs", "Batching", "Cache"
 CHOOSING, ENDING, STRUCTURE = "How tokens are chosen", "How much is generated", "What the output must be"
 
-_TOKENIZER = (Shared("--tokenizer", str, "Hub id or folder of the tokenizer.", "the model's own"),)
+_TOKENIZER = (Shared("--tokenizer", "Hub id or folder of the tokenizer.", "the model's own"),)
 _LOADING = (
-    Shared("--revision", str, "Branch, tag or commit of a hub repository.", "main"),
-    _one_of("--load-format", config.LOAD_FORMATS, "auto: the checkpoint's weights. dummy: random ones."),
-    _one_of("--task", config.TASKS, "What the model is loaded for. auto: what the checkpoint says."),
-    Shared("--trust-remote-code", None, "Allow code that comes with the model."),
+    Shared("--revision", "Branch, tag or commit of a hub repository.", "main"),
+    Shared("--load-format", "auto: the checkpoint's weights. dummy: random ones."),
+    Shared("--task", "What the model is loaded for. auto: what the checkpoint says."),
+    Shared("--trust-remote-code", "Allow code that comes with the model."),
 )
 _RUNNING = (
-    _one_of("--dtype", config.DTYPES, "Of weights, activations and cache. auto: the checkpoint's own."),
+    Shared("--dtype", "Of weights, activations and cache. auto: the checkpoint's own."),
     Shared(
         "--threads --num-threads",
-        int,
         "Threads that compute a step.",
         "one for each core it may use",
         field="num_threads",
     ),
-    Shared("--device", str, "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
-    _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
-    Shared("--quantization-group-size", int, "Of int4: weights that share a scale: 32, 64 or 128."),
-    Shared("--quantization-minima", None, "Of int4: a minimum for them, too."),
-    _one_of("--quantization-arithmetic", config.ARITHMETICS, "How weights of a few bits are multiplied."),
-    Shared("--record-forward/--no-record-forward", None, "Record the forward pass: steps run without Python."),
-    _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
-    _one_of("--executor", config.EXECUTORS, "How a step runs. auto: the first way that is proved exact."),
-    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed. auto: the best one here."),
+    Shared("--device", "auto (CUDA, else MPS, else CPU), or a device such as cuda:1."),
+    Shared("--quantization", "Quantize weights while loading.", "none"),
+    Shared("--quantization-group-size", "Of int4: weights that share a scale: 32, 64 or 128."),
+    Shared("--quantization-minima", "Of int4: a minimum for them, too."),
+    Shared("--quantization-arithmetic", "How weights of a few bits are multiplied."),
+    Shared("--record-forward/--no-record-forward", "Record the forward pass: steps run without Python."),
+    Shared("--kv-cache-dtype", "Of keys and values. auto: the model's."),
+    Shared("--executor", "How a step runs. auto: the first way that is proved exact."),
+    Shared("--attention-backend", "How attention is computed. auto: the best one here."),
 )
 _BATCHING = (
     Shared(
         "--max-model-len",
-        int,
         "Most tokens of a sequence, prompt and output together.",
         "what the model was made for",
     ),
-    Shared("--max-num-seqs", int, "Most sequences that run at once: the number of slots."),
-    Shared("--max-num-batched-tokens", int, "Most tokens in a step; longer prompts run in chunks."),
+    Shared("--max-num-seqs", "Most sequences that run at once: the number of slots."),
+    Shared("--max-num-batched-tokens", "Most tokens in a step; longer prompts run in chunks."),
     Shared(
         "--max-prefill-tokens-per-step",
-        int,
         "Most prefill tokens in a step that has decodes, or is in the background.",
         "no limit; a server derives one from how fast steps are",
     ),
-    _one_of("--policy", config.POLICIES, "Which requests are served first."),
-    Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
-    Shared("--background-tokens-per-step", int, "Most tokens of batch jobs in a step that has others."),
-    _one_of("--speculation", config.SPECULATIONS, "What guesses the next tokens; results stay the same."),
-    Shared(
-        "--draft-model", str, "A small model that guesses: hub id or folder; mtp: the checkpoint's own layer.", "none"
-    ),
-    Shared("--max-guessed-tokens", int, "Most tokens of a sequence that are guessed in a step."),
-    Shared("--max-num-waiting", int, "Most sequences that may wait; more are refused.", "no limit"),
+    Shared("--policy", "Which requests are served first."),
+    Shared("--aging-steps", "Steps after which a request's priority improves by one."),
+    Shared("--background-tokens-per-step", "Most tokens of batch jobs in a step that has others."),
+    Shared("--speculation", "What guesses the next tokens; results stay the same."),
+    Shared("--draft-model", "A small model that guesses: hub id or folder; mtp: the checkpoint's own layer.", "none"),
+    Shared("--max-guessed-tokens", "Most tokens of a sequence that are guessed in a step."),
+    Shared("--max-num-waiting", "Most sequences that may wait; more are refused.", "no limit"),
 )
 _BLOCKS = (
     Shared(
         "--enable-prefix-caching/--no-prefix-caching",
-        None,
         "Reuse cached blocks of common prompt prefixes.",
     ),
-    Shared("--block-size", int, "Tokens in a block of the cache."),
-    Shared("--num-blocks", int, "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
+    Shared("--block-size", "Tokens in a block of the cache."),
+    Shared("--num-blocks", "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
 )
 _CACHE_MEMORY = (
     Shared(
         "--kv-cache-memory",
-        size,
         "Memory for keys and values: bytes, or such as 2G, 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
+        type=size,
     ),
-    Shared("--prefix-cache-dir", str, "A folder that keeps prefixes beyond the process's end.", "none"),
-    Shared("--prefix-cache-size", size, "Bytes that it may have, or such as 20G.", "20G"),
+    Shared("--prefix-cache-dir", "A folder that keeps prefixes beyond the process's end.", "none"),
+    Shared("--prefix-cache-size", "Bytes that it may have, or such as 20G.", "20G", type=size),
 )
 _CHOOSING = (
-    Shared("--temperature", float, "0 always takes the most likely token."),
-    Shared("--top-p", float, "Keep the likeliest tokens whose probabilities reach this sum."),
-    Shared("--top-k", int, "Keep the k likeliest tokens; 0 keeps all."),
-    Shared("--min-p", float, "Drop tokens below this share of the likeliest one's probability."),
-    Shared("--seed", int, "Seed of the random numbers.", "differs from request to request"),
+    Shared("--temperature", "0 always takes the most likely token."),
+    Shared("--top-p", "Keep the likeliest tokens whose probabilities reach this sum."),
+    Shared("--top-k", "Keep the k likeliest tokens; 0 keeps all."),
+    Shared("--min-p", "Drop tokens below this share of the likeliest one's probability."),
+    Shared("--seed", "Seed of the random numbers.", "differs from request to request"),
 )
 _CHANGING = (
-    Shared("--presence-penalty", float, "Subtracted from the logits of tokens that the output has."),
-    Shared("--frequency-penalty", float, "The same, once for each time that the output has them."),
-    Shared("--repetition-penalty", float, "Divides the logits of tokens that prompt or output have."),
-    Shared("--bad-word", str, "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
+    Shared("--presence-penalty", "Subtracted from the logits of tokens that the output has."),
+    Shared("--frequency-penalty", "The same, once for each time that the output has them."),
+    Shared("--repetition-penalty", "Divides the logits of tokens that prompt or output have."),
+    Shared("--bad-word", "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
 )
-_NUMBER = (Shared("--n", int, "Sequences to generate for each prompt."),)
+_NUMBER = (Shared("--n", "Sequences to generate for each prompt."),)
 _ENDING = (
-    Shared("--max-tokens", int, "Most tokens to generate.", "until a stop or a full context"),
-    Shared("--min-tokens", int, "Fewest tokens before a stop."),
-    Shared("--stop", str, "A string that ends the text; may be repeated.", multiple=True),
+    Shared("--max-tokens", "Most tokens to generate.", "until a stop or a full context"),
+    Shared("--min-tokens", "Fewest tokens before a stop."),
+    Shared("--stop", "A string that ends the text; may be repeated.", multiple=True),
     Shared(
         "--stop-token-id",
-        int,
         "A token id that ends the sequence; may be repeated.",
         field="stop_token_ids",
+        type=int,
         multiple=True,
     ),
-    Shared("--ignore-eos", None, "Continue past the model's end tokens."),
-    Shared("--truncate-prompt-tokens", int, "Keep only this many tokens from a prompt's end.", "all"),
+    Shared("--ignore-eos", "Continue past the model's end tokens."),
+    Shared("--truncate-prompt-tokens", "Keep only this many tokens from a prompt's end.", "all"),
 )
 _SCORES = (
-    Shared("--logprobs", int, "Report log-probabilities: each token's own, and this many of the likeliest.", "none"),
-    Shared("--prompt-logprobs", int, "The same for the prompt's tokens.", "none"),
+    Shared("--logprobs", "Report log-probabilities: each token's own, and this many of the likeliest.", "none"),
+    Shared("--prompt-logprobs", "The same for the prompt's tokens.", "none"),
 )
 _STRUCTURE = (
-    Shared("--json-schema", str, "JSON that this schema accepts: a file, or the schema itself."),
-    Shared("--json-object", None, "Any JSON object."),
-    Shared("--regex", str, "Text that this regular expression matches as a whole."),
-    Shared("--choice", str, "One of these texts; repeat it for each.", multiple=True),
-    Shared("--grammar", str, "Text of this grammar (Lark or GBNF): a file, or the grammar itself."),
+    Shared("--json-schema", "JSON that this schema accepts: a file, or the schema itself."),
+    Shared("--json-object", "Any JSON object."),
+    Shared("--regex", "Text that this regular expression matches as a whole."),
+    Shared("--choice", "One of these texts; repeat it for each.", multiple=True),
+    Shared("--grammar", "Text of this grammar (Lark or GBNF): a file, or the grammar itself."),
 )
 
-_OF_ENGINE = {field.name: field.default for field in fields(config.EngineConfig)}
-_OF_SAMPLING = {field.name: field.default for field in fields(SamplingParams)} | {"max_tokens": None}
 _OF_MODEL = _OF_SAMPLING | {
     name: f"the model's own, else {_OF_SAMPLING[name]}" for name in ("temperature", "top_p", "top_k", "min_p")
 }
@@ -248,7 +252,9 @@ def _adapters(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> 
 
 def adapters_option(command: Command) -> Command:
     """Add options for the adapters that requests may ask for, each by its name."""
-    memory = Shared("--adapter-memory", size, "Bytes of adapters in memory that no request has, or such as 2G.")
+    memory = Shared(
+        "--adapter-memory", type=size, help="Bytes of adapters in memory that no request has, or such as 2G."
+    )
     command = memory.under(MODEL, {"adapter_memory": "1G"})(command)
     return click.option(
         "--adapter",
@@ -274,16 +280,16 @@ engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 
 
 replicas_option = Shared(
-    "--replicas", replicas, "Engines of the model, each on cores of its own; auto: one for each NUMA node."
+    "--replicas", "Engines of the model, each on cores of its own; auto: one for each NUMA node.", type=replicas
 ).under(RUNNING, {"replicas": 1})
 """For commands whose front can have several engines."""
 
 
 tensor_parallel_option = Shared(
     "--tensor-parallel-size -tp",
-    click.IntRange(1, config.MAX_RANKS),
     "Processes that run the model together, each with a part of every weight.",
     field="tensor_parallel_size",
+    type=click.IntRange(1, config.MAX_RANKS),
 ).under(RUNNING, {"tensor_parallel_size": 1})
 """For commands whose engine runs in a process of its own."""
 
@@ -343,8 +349,7 @@ def model_argument(command: Command) -> Command:
 
 def engine_values(options: dict[str, Any]) -> dict[str, Any]:
     """Return those of a command's given options that are for `LLM` or `EngineConfig`."""
-    of_config = {field.name for field in fields(config.EngineConfig)}
-    return _given(options, {"tokenizer", "replicas", *of_config} - {"seed"})
+    return _given(options, {"tokenizer", "replicas", *_OF_ENGINE} - {"seed"})
 
 
 def sampling_values(options: dict[str, Any]) -> dict[str, Any]:

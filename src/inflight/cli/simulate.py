@@ -2,7 +2,6 @@
 
 import json
 from contextlib import ExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -84,15 +83,15 @@ def simulate(
     if values.get("speculation") == "off" and acceptance:
         raise click.UsageError("--speculation off guesses nothing, whatever --acceptance is")
     recorded_config = EngineConfig() if like is None else like.config
-    guesses_by_default = recorded_config.speculation != "off" or acceptance
+    guesses_by_default = recorded_config.speculation.method != "off" or acceptance
     speculation = values.pop("speculation", "auto" if guesses_by_default else "off")
-    config = replace(recorded_config, draft_model=None, speculation="off" if speculation == "off" else "auto", **values)
+    config = recorded_config.replace(draft_model=None, speculation="off" if speculation == "off" else "auto", **values)
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
     watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
     guesses = GuessRate.of(step for recording in learned_from for step in recording.steps)
     if acceptance is not None:
         guesses = GuessRate(acceptance)
-    if config.speculation == "off" or acceptance == 0:
+    if config.speculation.method == "off" or acceptance == 0:
         guesses = None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},

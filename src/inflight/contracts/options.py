@@ -1,17 +1,36 @@
-"""Checks for option classes: by name, by type and by range, each with one clear sentence. Knows no option itself."""
+"""Classes of options: what the annotations of their fields accept, and the sentence that refuses anything else.
+
+msgspec checks the values. Knows no option itself.
+"""
 
 import difflib
 import functools
+import os
 import sys
-from collections.abc import Iterable
-from dataclasses import fields
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from types import NoneType
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import Meta
 
 from inflight.contracts.errors import UnknownOptionError
 from inflight.contracts.foreign_names import hint
 
 T = TypeVar("T")
+F = TypeVar("F", bound=Callable[..., Any])
 MAX_FLOAT = sys.float_info.max
+MOST_SHOWN = 1000
+"""The longest value that an error repeats, in characters."""
+NotNegative: TypeAlias = Annotated[int, Meta(ge=0)]
+Positive: TypeAlias = Annotated[int, Meta(ge=1)]
+Seconds: TypeAlias = Annotated[float, Meta(gt=0, le=MAX_FLOAT, description="a number of seconds above 0")]
+
+
+def _of_class(function: F) -> F:
+    """A decorator: the function is called once for each class."""
+    return functools.cache(function)  # type: ignore[return-value]
 
 
 def refuse_unknown_options(names: Iterable[str], accepted: Iterable[str], owner: str) -> None:
@@ -26,43 +45,176 @@ def refuse_unknown_options(names: Iterable[str], accepted: Iterable[str], owner:
 
 
 def strict_options(cls: type[T]) -> type[T]:
-    """A decorator for dataclasses: refuses an unknown keyword by name, and says what would be accepted."""
-    accepted = [field.name for field in fields(cls)]  # type: ignore[arg-type]
-    original = cls.__init__
+    """A decorator for dataclasses whose fields are options, or groups of options: classes of the same kind.
+
+    An unknown keyword is refused by name (`UnknownOptionError`), and so is a number, text, switch or choice that the
+    annotation of its field does not accept (`ValueError`); `__post_init__` then checks the rest. A group may be given
+    as a dict, and its options flat, beside those of the class itself.
+    """
+    original, check_rest = cls.__init__, getattr(cls, "__post_init__", None)
 
     @functools.wraps(original)
     def __init__(self: T, *args: Any, **options: Any) -> None:
-        refuse_unknown_options(options, accepted, cls.__name__)
-        original(self, *args, **options)
+        refuse_unknown_options(options, option_names(cls), cls.__name__)
+        original(self, *args, **_nested(cls, {name: _plain(value) for name, value in options.items()}))
+        if check_rest is None:  # then a dataclass does not call `__post_init__`
+            __post_init__(self)
+
+    def __post_init__(self: T) -> None:
+        try:
+            msgspec.convert(self, _checker(cls), from_attributes=True)
+        except msgspec.ValidationError:
+            flat = {field.name: field.metadata.get("flat", field.name) for field in fields(cls)}  # type: ignore[arg-type]
+            for name, kind in plain_fields(cls).items():
+                check(flat[name], getattr(self, name), kind)
+        if check_rest is not None:
+            check_rest(self)
 
     cls.__init__ = __init__  # type: ignore[method-assign,assignment]
+    cls.__post_init__ = __post_init__  # type: ignore[attr-defined]
     return cls
 
 
-def check_integer(name: str, value: object, minimum: int, maximum: int | None = None) -> None:
-    """Raise `ValueError` unless `value` is an integer (not a bool) in [minimum, maximum]."""
-    whole = isinstance(value, int) and not isinstance(value, bool)
-    if not whole or value < minimum or (maximum is not None and value > maximum):  # type: ignore[operator]
-        accepted = f"an integer of at least {minimum}" if maximum is None else f"an integer from {minimum} to {maximum}"
-        raise ValueError(f"{name} is {value!r}; it must be {accepted}")
+@_of_class
+def plain_fields(cls: type[Any]) -> Mapping[str, Any]:
+    """The annotations of a dataclass's fields that are numbers, texts, switches or choices, or may be None instead."""
+    hints = get_type_hints(cls, include_extras=True)
+    return {field.name: hints[field.name] for field in fields(cls) if _is_plain(hints[field.name])}
 
 
-def check_number(
-    name: str, value: object, accepted: str, minimum: float, maximum: float, *, above: bool = False
-) -> None:
-    """Raise `ValueError` unless `value` is a finite number in [minimum, maximum], or (minimum, maximum] if `above`."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    # Compared, not converted: an integer too large for a float is simply above every limit.
-    if not number or not -MAX_FLOAT <= value <= MAX_FLOAT or not minimum <= value <= maximum:  # type: ignore[operator]
-        raise ValueError(f"{name} is {value!r}; it must be {accepted}")
-    if above and value == minimum:
-        raise ValueError(f"{name} is {value!r}; it must be {accepted}")
+@_of_class
+def _checker(cls: type[Any]) -> type[msgspec.Struct]:
+    return msgspec.defstruct(cls.__name__, list(plain_fields(cls).items()), kw_only=True)
 
 
-def check_switch(name: str, value: object) -> None:
-    """Raise `ValueError` unless `value` is True or False."""
-    if not isinstance(value, bool):
-        raise ValueError(f"{name} is {value!r}; it must be True or False")
+def check(name: str, value: object, kind: Any) -> None:
+    """Raise `ValueError` unless `value` is what the annotation `kind` accepts: a plain type, constrained or not."""
+    if isinstance(value, float) and base_of(kind)[0] is float:
+        value = float(value)  # a scalar of numpy's
+    try:
+        msgspec.convert(value, kind)
+    except msgspec.ValidationError:
+        shown = repr(value) if len(repr(value)) <= MOST_SHOWN else f"a {type(value).__name__}"
+        raise ValueError(f"{name} is {shown}; it must be {described(kind)}") from None
+
+
+def check_members(name: str, values: Iterable[object], kind: Any) -> None:
+    """Raise `ValueError` for the first of `values` that `kind` does not accept."""
+    try:
+        msgspec.convert(tuple(values), tuple[kind, ...])
+    except msgspec.ValidationError:
+        for value in values:
+            check(name, value, kind)
+
+
+def base_of(kind: Any) -> tuple[Any, Meta]:
+    """A plain annotation's type, or its `Literal`, and its constraints."""
+    arms = [arm for arm in get_args(kind) if arm is not NoneType] if NoneType in get_args(kind) else [kind]
+    only = arms[0] if len(arms) == 1 else kind
+    metadata = getattr(only, "__metadata__", None)
+    return (only, Meta()) if metadata is None else (get_args(only)[0], metadata[0])
+
+
+def _is_plain(kind: Any) -> bool:
+    base, _ = base_of(kind)
+    return base in (bool, int, float, str) or get_origin(base) is Literal
+
+
+def described(kind: Any) -> str:
+    """What an annotation accepts, in words."""
+    base, meta = base_of(kind)
+    least, most = meta.ge if meta.gt is None else meta.gt, meta.le
+    if meta.description is not None:
+        return meta.description
+    if get_origin(base) is Literal:
+        return f"one of {', '.join(map(repr, get_args(base)))}"
+    if base in (bool, str):
+        return "True or False" if base is bool else "text"
+    noun = "an integer" if base is int else "a number"
+    if meta.gt is not None:
+        return f"{noun} above {least} and at most {most}"
+    return f"{noun} of at least {least}" if most is None else f"{noun} from {least} to {most}"
+
+
+@_of_class
+def _groups(cls: type[Any]) -> Mapping[str, type[Any]]:
+    """The fields of a class that are groups of options."""
+    hints = get_type_hints(cls)
+    return {field.name: hints[field.name] for field in fields(cls) if is_dataclass(hints[field.name])}
+
+
+class FlatOption(NamedTuple):
+    """An option under the name that it has beside those of other groups.
+
+    Attributes:
+        group: the field that has its group; None: it is a field itself.
+        field: its name there.
+        default: its value if it is not given.
+        kind: its annotation.
+    """
+
+    group: str | None
+    field: str
+    default: Any
+    kind: Any
+
+
+@_of_class
+def flat_options(cls: type[Any]) -> Mapping[str, FlatOption]:
+    """All options by their flat names."""
+    options: dict[str, FlatOption] = {}
+    owners: list[tuple[str | None, Any]] = [(None, cls), *_groups(cls).items()]
+    for group, owner in owners:
+        kinds = get_type_hints(owner, include_extras=True)
+        for field in fields(owner):
+            if owner is not cls or field.name not in _groups(cls):
+                name = field.name if group is None else field.metadata.get("flat", field.name)
+                options[name] = FlatOption(group, field.name, field.default, kinds[field.name])
+    return options
+
+
+def flat_values(options: Any) -> dict[str, Any]:
+    """All values by their flat names."""
+    return {
+        name: getattr(options if group is None else getattr(options, group), field)
+        for name, (group, field, *_) in flat_options(type(options)).items()
+    }
+
+
+def option_names(cls: type[Any]) -> set[str]:
+    """What a class of options accepts: options by their flat names, and groups."""
+    return flat_options(cls).keys() | _groups(cls).keys()
+
+
+def _nested(cls: type[Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Options with the flat ones in their groups."""
+    groups, homes = _groups(cls), flat_options(cls)
+    flat: dict[str, dict[str, Any]] = {}
+    nested: dict[str, Any] = {}
+    for name, value in options.items():
+        if name in groups and isinstance(value, Mapping):
+            nested[name] = groups[name](**value)
+        elif name not in homes or (name in groups and isinstance(value, groups[name])):
+            nested[name] = value
+        else:
+            group, field, *_ = homes[name]
+            if group is None:
+                nested[name] = value
+            else:
+                flat.setdefault(group, {})[field] = value
+    for name in nested.keys() & groups.keys():
+        if not isinstance(nested[name], groups[name]):
+            raise ValueError(f"{name} is {nested[name]!r}; it must be a {groups[name].__name__}, or a dict")
+    for name, given in flat.items():
+        nested[name] = replace(nested[name], **given) if name in nested else groups[name](**given)
+    return nested
+
+
+def _plain(value: object) -> Any:
+    """A path as text, and so a dtype or device of torch."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    return str(value).removeprefix("torch.") if type(value).__module__ == "torch" else value
 
 
 def is_text(value: object) -> bool:
@@ -71,13 +223,6 @@ def is_text(value: object) -> bool:
         return isinstance(value, str) and value.encode() is not None
     except UnicodeEncodeError:
         return False
-
-
-def check_choice(name: str, value: object, choices: Iterable[str]) -> None:
-    """Raise `ValueError` unless `value` is one of `choices`."""
-    choices = list(choices)
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}; it must be one of {', '.join(repr(choice) for choice in choices)}")
 
 
 def is_loaded_model(given: object) -> bool:

@@ -2,8 +2,11 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
-from inflight.contracts.options import check_integer, check_number, check_switch, is_text, strict_options
+from msgspec import Meta
+
+from inflight.contracts.options import MAX_FLOAT, NotNegative, check, check_members, is_text, strict_options
 from inflight.contracts.structured_output import StructuredOutput, Thoughts
 
 MAX_SEED = 2**63 - 1
@@ -13,6 +16,11 @@ MAX_COUNT = 2**31 - 1
 MAX_LOGPROBS = 1000
 MAX_BAD_WORDS, MAX_BAD_WORD = 1024, 256
 MAX_STOP_CHARACTERS = 2**14
+Penalty: TypeAlias = Annotated[float, Meta(ge=-2, le=2)]
+NumLogprobs: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)]
+Count: TypeAlias = Annotated[int, Meta(ge=1, le=MAX_COUNT)]
+TokenId: TypeAlias = Annotated[int, Meta(ge=0, le=MAX_COUNT)]
+Bias: TypeAlias = Annotated[float, Meta(ge=-100, le=100)]
 
 
 @strict_options
@@ -59,60 +67,42 @@ class SamplingParams:
         speculation: whether tokens may be guessed where the engine speculates; the output is the same either way.
     """
 
-    n: int = 1
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    n: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] = 1
+    temperature: Annotated[float, Meta(ge=0, le=MAX_FLOAT, description="a finite number of at least 0")] = 1.0
+    top_p: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=MAX_COUNT)] = 0
+    min_p: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=0.01, le=100)] = 1.0
     logit_bias: Mapping[int, float] | None = None
     bad_words: Sequence[str] | None = None
-    logprobs: int | None = None
-    prompt_logprobs: int | None = None
+    logprobs: NumLogprobs | None = None
+    prompt_logprobs: NumLogprobs | None = None
     structured_output: StructuredOutput | None = None
-    seed: int | None = None
-    max_tokens: int | None = 16
-    min_tokens: int = 0
+    seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] | None = None
+    max_tokens: Count | None = 16
+    min_tokens: NotNegative = 0
     stop: str | Sequence[str] | None = None
     thoughts: Thoughts | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
-    truncate_prompt_tokens: int | None = None
+    truncate_prompt_tokens: Count | None = None
     prediction: str | Sequence[int] | None = None
     speculation: bool = True
 
     def __post_init__(self) -> None:
-        check_integer("n", self.n, 1, MAX_SEQUENCES)
-        check_number("temperature", self.temperature, "a finite number of at least 0", 0.0, float("inf"))
-        check_number("top_p", self.top_p, "a number above 0 and at most 1", 0.0, 1.0, above=True)
-        check_integer("top_k", self.top_k, -1, MAX_COUNT)
-        check_number("min_p", self.min_p, "a number from 0 to 1", 0.0, 1.0)
-        for name in ("presence_penalty", "frequency_penalty"):
-            check_number(name, getattr(self, name), "a number from -2 to 2", -2.0, 2.0)
-        repetition = self.repetition_penalty
-        check_number("repetition_penalty", repetition, "a number from 0.01 to 100", 0.01, 100.0)
-        for name in ("logprobs", "prompt_logprobs"):
-            if getattr(self, name) is not None:
-                check_integer(name, getattr(self, name), 0, MAX_LOGPROBS)
         if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
             raise ValueError(f"structured_output is {self.structured_output!r}; it must be a StructuredOutput")
         if self.thoughts is not None and not isinstance(self.thoughts, Thoughts):
             raise ValueError(f"thoughts is {self.thoughts!r}; it must be Thoughts")
         self._check_logit_bias()
         self._check_bad_words()
-        if self.seed is not None:
-            check_integer("seed", self.seed, 0, MAX_SEED)
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, MAX_COUNT)
-        check_integer("min_tokens", self.min_tokens, 0, MAX_COUNT if self.max_tokens is None else self.max_tokens)
-        if self.truncate_prompt_tokens is not None:
-            check_integer("truncate_prompt_tokens", self.truncate_prompt_tokens, 1, MAX_COUNT)
-        for name in ("ignore_eos", "include_stop_str_in_output", "skip_special_tokens", "speculation"):
-            check_switch(name, getattr(self, name))
+        most = MAX_COUNT if self.max_tokens is None else self.max_tokens
+        if self.min_tokens > most:
+            raise ValueError(f"min_tokens is {self.min_tokens}; it must be an integer from 0 to {most}")
         if self.stop is not None and not isinstance(self.stop, Sequence):
             raise ValueError(f"stop is {self.stop!r}; it must be a non-empty string or a list of such strings")
         for text in self.stop_strings:
@@ -123,8 +113,7 @@ class SamplingParams:
             raise ValueError(f"stop has {num_characters} characters in all; it must be at most {MAX_STOP_CHARACTERS}")
         if self.stop_token_ids is not None and not isinstance(self.stop_token_ids, Sequence):
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; it must be a list of token ids")
-        for token_id in self.stop_token_ids or ():
-            check_integer("a member of stop_token_ids", token_id, 0)
+        check_members("a member of stop_token_ids", self.stop_token_ids or (), NotNegative)
         self._check_prediction()
 
     def _check_logit_bias(self) -> None:
@@ -132,9 +121,9 @@ class SamplingParams:
             return
         if not isinstance(self.logit_bias, Mapping):
             raise ValueError(f"logit_bias is {self.logit_bias!r}; it must be a dict of token ids and numbers")
+        check_members("a token id of logit_bias", self.logit_bias, NotNegative)
         for token_id, bias in self.logit_bias.items():
-            check_integer("a token id of logit_bias", token_id, 0)
-            check_number(f"logit_bias[{token_id}]", bias, "a number from -100 to 100", -100.0, 100.0)
+            check(f"logit_bias[{token_id}]", bias, Bias)
 
     def _check_bad_words(self) -> None:
         if self.bad_words is None:
@@ -158,8 +147,7 @@ class SamplingParams:
         elif self.prediction is not None:
             if not isinstance(self.prediction, Sequence) or isinstance(self.prediction, bytes | bytearray):
                 raise ValueError(f"prediction is {self.prediction!r}; it must be text or a list of token ids")
-            for token_id in self.prediction:
-                check_integer("a member of prediction", token_id, 0, MAX_COUNT)
+            check_members("a member of prediction", self.prediction, TokenId)
 
     @property
     def has_penalties(self) -> bool:

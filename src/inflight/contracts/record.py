@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from inflight.contracts.options import check_integer, strict_options
+from inflight.contracts.options import Positive, strict_options
 
 SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
 
@@ -159,9 +159,5 @@ class RecordTo:
     """
 
     path: str
-    max_bytes: int = 2**26
-    num_files: int = 4
-
-    def __post_init__(self) -> None:
-        for name in ("max_bytes", "num_files"):
-            check_integer(name, getattr(self, name), 1)
+    max_bytes: Positive = 2**26
+    num_files: Positive = 4

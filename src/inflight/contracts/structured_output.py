@@ -4,8 +4,11 @@ Decides nothing about grammars: `inflight.grammar` says whether a schema, a rege
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
-from inflight.contracts.options import check_integer, check_switch, is_text, strict_options
+from msgspec import Meta
+
+from inflight.contracts.options import is_text, strict_options
 
 MAX_CHARACTERS = 2**18
 """The longest description that is accepted. The cost of compiling it has limits of its own."""
@@ -29,15 +32,13 @@ class Thoughts:
     end: str
     begin: str = ""
     otherwise: str = ""
-    max_tokens: int | None = None
+    max_tokens: Annotated[int, Meta(ge=1, le=2**31 - 1)] | None = None
 
     def __post_init__(self) -> None:
         for name in ("end", "begin", "otherwise"):
             _check_text(name, getattr(self, name))
         if not self.end:
             raise ValueError("end is ''; thoughts must have an end")
-        if self.max_tokens is not None:
-            check_integer("max_tokens", self.max_tokens, 1, 2**31 - 1)
 
 
 @strict_options
@@ -66,8 +67,6 @@ class StructuredOutput:
     thoughts: Thoughts | None = None
 
     def __post_init__(self) -> None:
-        check_switch("json_object", self.json_object)
-        check_switch("exact_schema", self.exact_schema)
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
         if self.thoughts is not None and not isinstance(self.thoughts, Thoughts):
             raise ValueError(f"thoughts is {self.thoughts!r}; it must be Thoughts")

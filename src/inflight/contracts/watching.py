@@ -3,8 +3,9 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
+from typing import Literal
 
-from inflight.contracts.options import check_choice, check_integer, refuse_unknown_options, strict_options
+from inflight.contracts.options import NotNegative, Positive, check, refuse_unknown_options, strict_options
 from inflight.contracts.record import RecordTo
 
 
@@ -26,16 +27,13 @@ class KVEvents:
 
     endpoint: str = "tcp://*:5557"
     replay_endpoint: str | None = None
-    buffer_steps: int = 10_000
-    hwm: int = 100_000
-    max_queue_size: int = 100_000
+    buffer_steps: Positive = 10_000
+    hwm: Positive = 100_000
+    max_queue_size: Positive = 100_000
     topic: str = ""
-    data_parallel_rank: int = 0
+    data_parallel_rank: NotNegative = 0
 
     def __post_init__(self) -> None:
-        for name in ("buffer_steps", "hwm", "max_queue_size"):
-            check_integer(name, getattr(self, name), 1)
-        check_integer("data_parallel_rank", self.data_parallel_rank, 0)
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (value is None and name == "replay_endpoint"):
@@ -56,7 +54,7 @@ class KVEvents:
             raise ValueError(f'{text!r} is not a JSON object such as \'{{"endpoint": "tcp://*:5557"}}\'')
         options = dict(given)
         is_on, publisher = options.pop("enable_kv_cache_events", True), options.pop("publisher", "zmq")
-        check_choice("publisher", publisher, ("zmq", "null"))
+        check("publisher", publisher, Literal["zmq", "null"])
         refuse_unknown_options(options, [field.name for field in fields(cls)], "the configuration of events")
         events = cls(**options)
         return events if is_on and publisher == "zmq" else None

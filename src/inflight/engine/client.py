@@ -128,7 +128,7 @@ class EngineClient:
     ) -> Self:
         """`number` engines, each in a process and on cores of its own."""
         launches = Launches(load, number)
-        slots = load.config.max_num_seqs
+        slots = load.config.scheduling.max_num_seqs
         client = cls(launches.connects, launches.after, restart_delays, step_timeout, routing, slots)
         client._launches = launches
         return client

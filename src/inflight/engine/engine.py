@@ -86,7 +86,7 @@ class Engine:
     def __init__(self, model: ModelSource, config: EngineConfig, tokenizer: Tokenizer | None = None) -> None:
         pooling = pooling_plan(model, config, tokenizer and tokenizer.inner)
         if pooling is not None:  # nothing is kept by slot of a text, so that a slot costs nothing
-            config = replace(config, max_num_seqs=config.max_num_batched_tokens)
+            config = config.replace(max_num_seqs=config.scheduling.max_num_batched_tokens)
         self.config = config
         self.tokenizer = tokenizer
         check_draft(config)
@@ -147,7 +147,9 @@ class Engine:
         if self.runner.info.pooling is not None:
             return replace(self.runner.info, speculation="off")
         info = replace(self.runner.info, speculation=describe_speculation(self.config, self.runner.info))
-        if info.speculation.startswith("off:") and (self.config.draft_model or self.config.speculation != "auto"):
+        if info.speculation.startswith("off:") and (
+            self.config.speculation.draft_model or self.config.speculation.method != "auto"
+        ):
             logger.warning("speculation is %s", info.speculation)
         ends, notes = dict.fromkeys(info.eos_token_ids, CONFIGURATION), info.notes
         if self.tokenizer is not None:
@@ -252,7 +254,7 @@ class Engine:
 
     def check_room(self, accepted: AcceptedRequest) -> None:
         """Raise `QueueFullError` if too many sequences wait already. Those in the background do not count."""
-        limit = self.config.max_num_waiting
+        limit = self.config.scheduling.max_num_waiting
         if limit is None or accepted.request.priority == BACKGROUND:
             return
         num_waiting = self.scheduler.num_waiting - self.scheduler.sequences.waiting.num_in_background
@@ -438,7 +440,7 @@ class Engine:
         if self.prefill_limit is None:
             return
         self.prefill_limit.observe(plan.num_tokens - sum(prefills), sum(prefills), seconds)
-        if self.config.max_prefill_tokens_per_step is None:
+        if self.config.scheduling.max_prefill_tokens_per_step is None:
             self.scheduler.limit_prefill = self.prefill_limit.num_tokens
 
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:

@@ -21,12 +21,12 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
     Raises:
         ModelError: there can be none: the folder cannot be used, or the model keeps no blocks on a CPU.
     """
-    if config.prefix_cache_dir is None:
+    if config.prefix_cache.folder is None:
         return None
-    path = Path(config.prefix_cache_dir).expanduser()
+    path = Path(config.prefix_cache.folder).expanduser()
     fingerprint = runner.fingerprint()
     try:
-        folder = BlockFolder(path, fingerprint, config.prefix_cache_size, _about(config, runner))
+        folder = BlockFolder(path, fingerprint, config.prefix_cache.size, _about(config, runner))
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
     return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE, num_blocks=runner.info.num_blocks, touch=populate)
@@ -50,7 +50,7 @@ def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:
         "model": str(runner.model.config.name_or_path or info.model_class),
         "dtype": info.dtype,
         "quantization": info.quantization,
-        "kv_cache_dtype": config.kv_cache_dtype,
+        "kv_cache_dtype": config.kv_cache.dtype,
         "block_size": info.block_size,
         "groups": len(info.cache_groups),
     }

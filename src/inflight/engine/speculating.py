@@ -1,7 +1,6 @@
 """Whether and how an engine speculates."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from math import inf
 
 from inflight.contracts.cache_layout import ALL_TOKENS
@@ -26,30 +25,30 @@ def speculation_of(
         grammars: gives the grammars of the engine's sequences, once there are any.
         drafting: the draft model, if there is one.
     """
-    lookup = Lookup() if config.speculation in ("auto", "lookup") else None
-    asked = (lambda: None) if config.speculation == "draft" else grammars
-    return Speculation(Constrained(asked, lookup), config.max_guessed_tokens, drafting=drafting)
+    lookup = Lookup() if config.speculation.method in ("auto", "lookup") else None
+    asked = (lambda: None) if config.speculation.method == "draft" else grammars
+    return Speculation(Constrained(asked, lookup), config.speculation.max_draft_tokens, drafting=drafting)
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
     """What guesses, in words; or "off", and why although it is asked for."""
-    if config.speculation == "off":
+    if config.speculation.method == "off":
         return "off"
     if (reason := Features.of(info).why_not(SPECULATION)) is not None:
         return f"off: {reason}"
-    draft = "the model's own MTP layer" if config.draft_model == MTP else "a draft model"
-    if config.speculation == "draft":
+    draft = "the model's own MTP layer" if config.speculation.draft_model == MTP else "a draft model"
+    if config.speculation.method == "draft":
         return draft
-    if config.speculation != "auto":
-        return config.speculation
-    return "lookup and grammars" if config.draft_model is None else f"lookup, grammars and {draft}"
+    if config.speculation.method != "auto":
+        return config.speculation.method
+    return "lookup and grammars" if config.speculation.draft_model is None else f"lookup, grammars and {draft}"
 
 
 def check_draft(config: EngineConfig) -> None:
     """Raise `ModelError` if there is no draft model of the given name: before anything that takes long."""
-    if config.draft_model not in (None, MTP):
+    if config.speculation.draft_model not in (None, MTP):
         try:
-            check_source(config.draft_model, replace(config, revision=None))
+            check_source(config.speculation.draft_model, config.replace(revision=None))
         except ModelError as error:
             raise ModelError(f"draft_model: {error}") from error
 
@@ -64,27 +63,28 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
     Raises:
         ModelError: it cannot be loaded, or cannot guess for this model.
     """
-    if config.draft_model is None:
+    if config.speculation.draft_model is None:
         return None
     info = model.info
     Features.of(info).require(DRAFT_MODEL)
     layout = DraftLayout(
         info.cache_groups.index(ALL_TOKENS),
         info.num_blocks,
-        config.block_size,
-        config.max_num_seqs,
-        config.max_guessed_tokens,
+        config.kv_cache.block_size,
+        config.scheduling.max_num_seqs,
+        config.speculation.max_draft_tokens,
     )
     max_len = int(min(info.max_model_len, info.recompute_beyond or inf))
-    if config.draft_model == MTP:
+    if config.speculation.draft_model == MTP:
         try:
             from inflight.execution.heads import HeadRunner
         except ImportError as error:
             raise ModelError("draft_model 'mtp' needs a newer version of transformers") from error
         head = HeadRunner(model, layout.group, layout.num_draft_blocks)
-        return Drafting(head, layout, 1, config.max_num_batched_tokens, max_len, info.vocab_size, keeps_guesses=False)
-    draft_config = replace(
-        config,
+        return Drafting(
+            head, layout, 1, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size, keeps_guesses=False
+        )
+    draft_config = config.replace(
         draft_model=None,
         speculation="off",
         revision=None,
@@ -94,9 +94,9 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         adapters=None,
         num_blocks=layout.num_draft_blocks,
     )
-    _check_vocabulary(tokenizer, load_tokenizer(config.draft_model, None, draft_config))
+    _check_vocabulary(tokenizer, load_tokenizer(config.speculation.draft_model, None, draft_config))
     try:
-        runner = ModelRunner(config.draft_model, draft_config)
+        runner = ModelRunner(config.speculation.draft_model, draft_config)
     except ModelError as error:
         raise ModelError(f"draft_model: {error}") from error
     Features.of(runner.info).require(SPECULATION)
@@ -104,7 +104,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
     if num_groups > 1:
         runner.make_cache_anew(num_groups * layout.num_draft_blocks)
     max_len = int(min(max_len, runner.info.max_model_len, runner.info.recompute_beyond or inf))
-    return Drafting(runner, layout, num_groups, config.max_num_batched_tokens, max_len, info.vocab_size)
+    return Drafting(runner, layout, num_groups, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size)
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:

@@ -18,11 +18,11 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
-from inflight.contracts.config import BACKGROUND, ROUTINGS, engine_config
+from inflight.contracts.config import BACKGROUND, Routing, engine_config
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo, refusal_to_generate
-from inflight.contracts.options import MAX_FLOAT, check_choice, check_number, refuse_unknown_options
+from inflight.contracts.options import Seconds, check, refuse_unknown_options
 from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, merged
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.pooling import PooledText, Values
@@ -110,11 +110,10 @@ class AsyncLLM(AsyncPoolingCalls):
     ) -> None:
         config, source = engine_config(options, "AsyncLLM"), model_source(model)
         num_replicas = check_replicas(replicas, config.tensor_parallel_size)
-        check_choice("routing", routing, ROUTINGS)
+        check("routing", routing, Routing)
         if in_process and num_replicas > 1:
             raise ValueError(f"replicas is {replicas!r}, but with in_process=True there is only this process")
-        if step_timeout is not None:
-            check_number("step_timeout", step_timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        check("step_timeout", step_timeout, Seconds | None)
         if kv_events is not None and find_spec("zmq") is None:
             raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
         watching = Watching(record_to=record_to, kv_events=kv_events)
@@ -247,7 +246,7 @@ class AsyncLLM(AsyncPoolingCalls):
             interval: seconds from one look to the next.
             record_to: where steps are recorded while this runs; see the constructor's.
         """
-        check_number("interval", interval, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        check("interval", interval, Seconds)
 
         def recording(number: int) -> RecordTo | None:
             return None if record_to is None else recording_of(record_to, number, self.num_replicas)
@@ -388,8 +387,7 @@ class AsyncLLM(AsyncPoolingCalls):
         timeout: float | None,
     ) -> AsyncGenerator[tuple[Collector, list[TextDelta]], None]:
         """Follow one request to its end. Yields its collector and what is new, each time that there is more."""
-        if timeout is not None:
-            check_number("timeout", timeout, "a number of seconds above 0", 0.0, MAX_FLOAT, above=True)
+        check("timeout", timeout, Seconds | None)
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._call(request_id) as call:
             ready = (await self._session()).ready
@@ -433,8 +431,8 @@ class AsyncLLM(AsyncPoolingCalls):
         engine at a time, so that those of other callers come in between."""
         await self._session()
         num_tokens = sum(len(text.token_ids) for text in request.texts)
-        most = 2 * self.config.max_num_batched_tokens * len(request.texts) // max(1, num_tokens)
-        places = asyncio.Semaphore(max(1, min(most, self.config.max_num_waiting or most)))
+        most = 2 * self.config.scheduling.max_num_batched_tokens * len(request.texts) // max(1, num_tokens)
+        places = asyncio.Semaphore(max(1, min(most, self.config.scheduling.max_num_waiting or most)))
         running = [asyncio.ensure_future(self._values_of(text, places)) for text in request.texts]
         try:
             return request.finish(await asyncio.gather(*running))

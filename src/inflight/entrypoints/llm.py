@@ -170,7 +170,7 @@ class LLM(PoolingCalls):
             ValueError: there is no `prefix_cache_dir`, the prompt is none, or half of `prefix_cache_size` is pinned.
             OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` small.
         """
-        if self.config.prefix_cache_dir is None:
+        if self.config.prefix_cache.folder is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
         params = SamplingParams(temperature=0, max_tokens=1)
         (output,) = self.generate([prompt], params, use_tqdm=False, adapter=adapter)
@@ -181,7 +181,7 @@ class LLM(PoolingCalls):
         pin = partial(PinPrefix, token_ids=output.prompt_token_ids, cache_salt=cache_salt, adapter_source=source)
         self._client.start().result().ask(pin).result()
         num_tokens = len(output.prompt_token_ids)
-        return num_tokens - num_tokens % self.config.block_size
+        return num_tokens - num_tokens % self.config.kv_cache.block_size
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
@@ -322,7 +322,7 @@ class LLM(PoolingCalls):
     def _run(self, stream: "_Stream", *, streams: bool = True) -> Generator[TextDelta, None, None]:
         """Run a call's requests to their ends."""
         self._check_caller()
-        call = OfflineCall(self._client, stream.accepted, self.config.max_num_seqs, streams=streams)
+        call = OfflineCall(self._client, stream.accepted, self.config.scheduling.max_num_seqs, streams=streams)
         try:
             with closing(call.outputs()) as outputs:
                 for request_id, output in outputs:
@@ -339,7 +339,7 @@ class LLM(PoolingCalls):
         accepted = [self._admission.accept_text(str(next(self._request_ids)), text) for text in request.texts]
         values: dict[str, array[float]] = {}
         try:
-            with closing(OfflineCall(self._client, accepted, self.config.max_num_seqs).outputs()) as outputs:
+            with closing(OfflineCall(self._client, accepted, self.config.scheduling.max_num_seqs).outputs()) as outputs:
                 for request_id, output in outputs:
                     if output.error is not None:
                         raise RuntimeError(f"the texts could not be run: {output.error}")

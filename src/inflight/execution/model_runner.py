@@ -62,8 +62,8 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
-        self.sampler = Sampler(config.max_num_seqs, self.device)
-        self.scorer = Scorer(config.max_num_seqs)
+        self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
+        self.scorer = Scorer(config.scheduling.max_num_seqs)
 
     @property
     def generation_config(self) -> GenerationConfig:
@@ -114,7 +114,7 @@ class ModelRunner:
         if self.device.type == "cpu":
             are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
             self.threads.prepare(are_own=are_own)
-        batch = RaggedBatch.from_plan(plan, self.config.block_size, self.device)
+        batch = RaggedBatch.from_plan(plan, self.config.kv_cache.block_size, self.device)
         if self._pooler is not None:
             batch = self._pooler.with_types(batch)
         return batch, self.executor.forward(batch)
@@ -136,7 +136,7 @@ class ModelRunner:
             num_blocks: how many blocks of states there are; those beyond the cache's are for others to fill.
         """
         executor = self.require_packed()
-        kept = KeptStates(self.model, group, num_blocks, self.config.block_size)
+        kept = KeptStates(self.model, group, num_blocks, self.config.kv_cache.block_size)
         executor.keep_states(kept)
         self._retrace()
         return kept

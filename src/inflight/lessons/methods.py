@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, Self, Unpack
 
@@ -33,8 +33,8 @@ class Setting:
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
         self.model = load_model(source, config)
-        self.engine = Engine(self.model, replace(config, speculation="off", draft_model=None))
-        self.num_slots = config.max_num_seqs
+        self.engine = Engine(self.model, config.replace(speculation="off", draft_model=None))
+        self.num_slots = config.scheduling.max_num_seqs
 
     @property
     def methods(self) -> dict[str, Method]:

@@ -9,7 +9,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -173,7 +173,7 @@ class _StoringEngine(_PrefixEngine):
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, prefix: Sequence[int]) -> None:
         self._folder = TemporaryDirectory(prefix="inflight-prefixes-", ignore_cleanup_errors=True)
-        super().__init__(model, replace(config, prefix_cache_dir=self._folder.name), prefix)
+        super().__init__(model, config.replace(prefix_cache_dir=self._folder.name), prefix)
 
     def leave_prefix(self) -> None:
         """Leave the prefix in the folder, and know nothing."""

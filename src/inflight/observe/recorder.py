@@ -11,7 +11,7 @@ import os
 import platform
 from array import array
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -73,7 +73,7 @@ class Recorder:
         self, path: Path, config: EngineConfig, model: ModelInfo | None = None, key: bytes | None = None
     ) -> None:
         self._path = path
-        self._block_size = config.block_size
+        self._block_size = config.kv_cache.block_size
         self._key = os.urandom(16) if key is None else key
         self.num_bytes = 0
         try:
@@ -81,7 +81,7 @@ class Recorder:
         except OSError as error:
             raise self._failure(error) from error
         if model is not None:
-            config = replace(config, num_blocks=model.num_blocks, max_model_len=model.max_model_len)
+            config = config.replace(num_blocks=model.num_blocks, max_model_len=model.max_model_len)
         header = {"inflight_recording": FORMAT, "config": asdict(config), "machine": describe_machine()}
         self._write({**header, "model": None if model is None else asdict(model)})
 
@@ -174,7 +174,7 @@ def read_recording(path: Path) -> Recording:
         raise ValueError(f"{str(path)!r} is not a recording of inflight: {error!r}") from error
     for number, line in enumerate(lines[1:-1], start=2):
         try:
-            steps.append(_step(json.loads(line), config.block_size))
+            steps.append(_step(json.loads(line), config.kv_cache.block_size))
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"line {number} of the recording {str(path)!r} is not a step: {error!r}") from error
     return Recording(config, model, header["machine"], steps)

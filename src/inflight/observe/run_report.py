@@ -225,7 +225,7 @@ def report_of(recording: Recording) -> RunReport:
     config, steps = recording.config, recording.steps
     if not steps:
         raise ValueError("the recording has no steps")
-    log, last_step = RunLog(config.max_num_seqs, steps[-1].num_blocks), steps[-1]
+    log, last_step = RunLog(config.scheduling.max_num_seqs, steps[-1].num_blocks), steps[-1]
     for step in steps:
         log.observe_step(len(step.spans), step.num_blocks_used, step.duration)
         log.observe_guesses(sum(s.num_guessed for s in step.spans), sum(s.num_accepted for s in step.spans))

@@ -43,7 +43,9 @@ def trace_figure(recording: Recording) -> "Figure":
     lanes.set_xlim(0, ends[-1])
     lanes.set_ylim(num_slots - 0.5, -0.5)
     lanes.set_ylabel("slot", fontsize=8)
-    lanes.set_title(f"{num_slots} of {recording.config.max_num_seqs} slots were ever in use", loc="left", fontsize=8)
+    lanes.set_title(
+        f"{num_slots} of {recording.config.scheduling.max_num_seqs} slots were ever in use", loc="left", fontsize=8
+    )
     lanes.yaxis.set_major_locator(MaxNLocator(integer=True))
 
     used = [step.num_blocks_used for step in steps]

@@ -19,8 +19,9 @@ def write_page(recording: Recording, path: Path, title: str) -> None:
     """Write the page. Raises `ValueError` if it cannot be written."""
     legend = "".join(f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; ' for kind, colour in COLOURS.items())
     data = json.dumps(page_data(recording), separators=(",", ":")).replace("<", "\\u003c")
+    num_slots = recording.config.scheduling.max_num_seqs
     bodies = [
-        f"<p>{legend} (nothing: idle; {num_lanes(recording)} of {recording.config.max_num_seqs} slots were ever in use)"
+        f"<p>{legend} (nothing: idle; {num_lanes(recording)} of {num_slots} slots were ever in use)"
         "<br>wheel: zoom, drag: move, double click: all</p>",
         '<canvas id="timeline" style="width:min(96vw,1800px);display:block"></canvas>\n<p id="told">&nbsp;</p>',
         to_html(report_of(recording).table(), WIDTH),

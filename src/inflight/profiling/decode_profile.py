@@ -81,7 +81,7 @@ def profile_decode(
         operators += profile_operators(executor, decodes.step, steps)
     decodes.end()
     middle = [round(statistics.median(of_sequence)) for of_sequence in zip(*lengths, strict=True)]
-    work = decode_work(model, executor.specs, executor.backend, engine.config.block_size, middle)
+    work = decode_work(model, executor.specs, executor.backend, engine.config.kv_cache.block_size, middle)
     machine, step_seconds = meter.machine(), statistics.median(whole)
     parts, correction = take_apart(step_seconds, phases, operators, machine, work)
     return StepProfile(
@@ -147,7 +147,7 @@ def _check(engine: Engine, num_sequences: int, num_tokens: int) -> None:
         raise ValueError(
             f"sequences grow to {num_tokens} tokens while they are measured; this model takes {info.max_model_len}"
         )
-    num_slots = min(config.max_num_seqs, config.max_num_batched_tokens)
+    num_slots = min(config.scheduling.max_num_seqs, config.scheduling.max_num_batched_tokens)
     if num_sequences > num_slots:
         raise ValueError(f"{num_sequences} sequences do not run at once: the engine has {num_slots} slots")
     num_blocks = num_sequences * engine.scheduler.block_pool.layout.max_num_blocks(num_tokens)

@@ -54,7 +54,7 @@ class EngineReplica:
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Called by Serve if it scales automatically."""
         stats = await self._llm.stats()
-        return reported(stats, self._llm.config.max_num_seqs)
+        return reported(stats, self._llm.config.scheduling.max_num_seqs)
 
     def _lose(self, error: Exception) -> None:
         self._loss = error

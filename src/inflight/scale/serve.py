@@ -48,14 +48,14 @@ def _deployment(settings: AppSettings) -> dict[str, Any]:
     refuse_unknown_options(given, signature(serve.deployment).parameters, "the application's deployment")
     options: dict[str, Any] = {
         "name": "inflight",
-        "max_ongoing_requests": REQUESTS_FOR_EACH_SLOT * settings.engine_config().max_num_seqs,
+        "max_ongoing_requests": REQUESTS_FOR_EACH_SLOT * settings.engine_config().scheduling.max_num_seqs,
         "max_constructor_retry_count": MOST_STARTS,
         "graceful_shutdown_timeout_s": settings.operator_settings().grace_period,
     }
     if given.get("num_replicas") == "auto":
         given |= {"num_replicas": None, "autoscaling_config": given.get("autoscaling_config") or {"max_replicas": 100}}
     if settings.routing == PREFIX:
-        options["request_router_config"] = router_of(settings.engine_config().max_num_seqs)
+        options["request_router_config"] = router_of(settings.engine_config().scheduling.max_num_seqs)
     scaling = given.get("autoscaling_config")
     if scaling is not None:
         given["autoscaling_config"] = {"policy": {"policy_function": POLICY}} | dict(scaling)

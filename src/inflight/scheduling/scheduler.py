@@ -163,17 +163,20 @@ class Scheduler:
             recompute_beyond: see `Limits`. The others are as in `Scheduler`.
         """
         limits = Limits(
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
-            max_prefill_tokens_per_step=config.max_prefill_tokens_per_step,
-            background_tokens_per_step=config.background_tokens_per_step,
+            max_num_seqs=config.scheduling.max_num_seqs,
+            max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
+            max_prefill_tokens_per_step=config.scheduling.max_prefill_tokens_per_step,
+            background_tokens_per_step=config.scheduling.background_tokens_per_step,
             recompute_beyond=recompute_beyond,
         )
         return cls(
-            BlockPool(num_blocks, layout or CacheLayout(config.block_size, max_span=config.max_num_batched_tokens)),
+            BlockPool(
+                num_blocks,
+                layout or CacheLayout(config.kv_cache.block_size, max_span=config.scheduling.max_num_batched_tokens),
+            ),
             limits,
-            aging_steps=config.aging_steps if config.policy == "priority" else None,
-            enable_prefix_caching=config.enable_prefix_caching,
+            aging_steps=config.scheduling.aging_steps if config.scheduling.policy == "priority" else None,
+            enable_prefix_caching=config.prefix_cache.enabled,
             can_share_prefixes=can_share_prefixes,
             speculator=speculator,
             block_store=block_store,

@@ -87,7 +87,7 @@ def background_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
 
 
 def _batch_jobs(llm: AsyncLLM, settings: ServerSettings, folder: Path, observer: RequestObserver | None) -> BatchJobs:
-    max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.max_num_seqs * llm.num_replicas
+    max_in_work = IN_WORK_FOR_EACH_SLOT * llm.config.scheduling.max_num_seqs * llm.num_replicas
     return batch_jobs(folder, AppAnswerer(background_app(llm, settings), llm), max_in_work, observer)
 
 

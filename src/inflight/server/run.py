@@ -84,7 +84,7 @@ def serve_until_told(
         [] if view is None else [view.history],
     )
     if llm.config.adapters is not None:
-        operations.metrics.describe_adapters(llm.config.max_num_seqs * llm.num_replicas)
+        operations.metrics.describe_adapters(llm.config.scheduling.max_num_seqs * llm.num_replicas)
     app = create_app(llm, settings, operations, end)
     if view is not None:
         add_live_page(app, view)

@@ -85,9 +85,9 @@ class _Fleet:
             for number in range(num_replicas)
         ]
         pool = self.engines[0].pool
-        shares = config.enable_prefix_caching and (model is None or model.can_share_prefixes)
+        shares = config.prefix_cache.enabled and (model is None or model.can_share_prefixes)
         num_blocks = pool.num_blocks // len(pool.layout.groups) if shares else 0
-        size = ReplicaSize(config.max_num_seqs, num_blocks, config.block_size)
+        size = ReplicaSize(config.scheduling.max_num_seqs, num_blocks, config.kv_cache.block_size)
         self._router = Router(routing, num_replicas, size, config.seed)
         self._news: list[_News] = []
         self._numbers = count()

@@ -30,9 +30,9 @@ DEFAULT_MODEL_LEN = 4096
 
 def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
     """Return the number of blocks in the cache: the configured one, or enough for every case."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    return config.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
+    if config.kv_cache.num_blocks is not None:
+        return config.kv_cache.num_blocks
+    return config.scheduling.max_num_seqs * layout.max_num_blocks(config.max_model_len or DEFAULT_MODEL_LEN)
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class SimulatedEngine:
         self.cost, self.observer = cost, observer
         self._speculation = None if guesses is None else self._guessing(guesses, config)
         groups = (ALL_TOKENS,) if model is None else model.cache_groups
-        layout = CacheLayout(config.block_size, groups, config.max_num_batched_tokens)
+        layout = CacheLayout(config.kv_cache.block_size, groups, config.scheduling.max_num_batched_tokens)
         self.scheduler = Scheduler.of(
             config,
             enough_blocks(config, layout),
@@ -85,10 +85,10 @@ class SimulatedEngine:
             speculator=self._speculation,
         )
         self.pool = self.scheduler.block_pool
-        self.log = RunLog(config.max_num_seqs, self.pool.num_blocks)
+        self.log = RunLog(config.scheduling.max_num_seqs, self.pool.num_blocks)
         self.clock = 0.0
         self._prefill_limit: PrefillLimit | None = None
-        if limits_prefill and config.max_prefill_tokens_per_step is None:
+        if limits_prefill and config.scheduling.max_prefill_tokens_per_step is None:
             self._prefill_limit = PrefillLimit()
             self.scheduler.limit_prefill = self._prefill_limit.num_tokens
         self._on_first_token, self._on_end = on_first_token, on_end
@@ -104,7 +104,7 @@ class SimulatedEngine:
 
     def _guessing(self, rate: GuessRate, config: EngineConfig) -> Speculation:
         """The engine's own decision how much is guessed. Guessing takes no time here."""
-        return Speculation(SimulatedGuesser(rate, config.seed), config.max_guessed_tokens, clock=lambda: 0.0)
+        return Speculation(SimulatedGuesser(rate, config.seed), config.speculation.max_draft_tokens, clock=lambda: 0.0)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Queue a request. Raises `ValueError` if it could never fit the cache."""

@@ -50,8 +50,10 @@ class Simulation:
         guesses: GuessRate | None = None,
     ) -> None:
         self.engine = SimulatedEngine(config, cost, model, observer, guesses)
-        submits_all = config.policy == "priority" or observer is not None  # records contain the number waiting
-        self._most_waiting = float("inf") if submits_all else config.max_num_seqs
+        submits_all = (
+            config.scheduling.policy == "priority" or observer is not None
+        )  # records contain the number waiting
+        self._most_waiting = float("inf") if submits_all else config.scheduling.max_num_seqs
         self._incoming = in_order(requests)
         self._next = next(self._incoming, None)
         self._began = 0.0 if self._next is None else self._next.arrival

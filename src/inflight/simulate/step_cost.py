@@ -13,9 +13,11 @@ import bisect
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple, Protocol
 
-from inflight.contracts.options import check_number, refuse_unknown_options
+from msgspec import Meta
+
+from inflight.contracts.options import check, refuse_unknown_options
 
 RATES = ("per_logit_row", "per_context_token", "per_attended_key")
 
@@ -85,7 +87,7 @@ class StepCost:
             if name not in values:
                 raise ValueError(f"the step cost lacks {name!r}")
         for name in values.keys() - {"knots"}:
-            check_number(name, values[name], "seconds, at least 0", 0, 1e9)
+            check(name, values[name], Annotated[float, Meta(ge=0, le=1e9, description="seconds, at least 0")])
         if "knots" not in values:
             return cls.linear(**values)
         return cls(_knots(values["knots"]), **{name: values[name] for name in RATES if name in values})

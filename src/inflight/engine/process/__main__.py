@@ -36,7 +36,7 @@ def main() -> int:
     if asked.cpus is not None and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, asked.cpus)  # before any thread is made: each takes over what its maker may use
     commands: Commands = SimpleQueue()
-    saves = asked.config.prefix_cache_dir is not None or asked.watching.record_to is not None
+    saves = asked.config.prefix_cache.folder is not None or asked.watching.record_to is not None
     seconds_to_save = SECONDS_TO_SAVE if saves else None
     threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 

@@ -94,7 +94,7 @@ def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[
     from inflight.engine.event_publisher import EventPublisher
 
     events = CacheEvents(engine.scheduler.block_pool)
-    publisher = stack.enter_context(closing(EventPublisher(watching.kv_events, engine.config.block_size)))
+    publisher = stack.enter_context(closing(EventPublisher(watching.kv_events, engine.config.kv_cache.block_size)))
     return lambda: publisher.publish(events.take())
 
 

@@ -4,7 +4,6 @@ is known of the model: all import torch, which takes seconds, and so they do it 
 from __future__ import annotations
 
 import os
-from dataclasses import replace
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING
 
@@ -45,11 +44,11 @@ class LocalRanks:
 
     def config_of_each(self, config: EngineConfig) -> EngineConfig:
         """Each has its share of the cache, and of the cores."""
-        memory = config.kv_cache_memory
-        if config.num_blocks is None:
+        memory = config.kv_cache.memory
+        if config.kv_cache.num_blocks is None:
             memory = (memory or int(usable_memory() * CACHE_SHARE_OF_HOST)) // len(self.placements)
         num_threads = config.num_threads or min(each.num_threads for each in self.placements)
-        return replace(config, num_threads=num_threads, kv_cache_memory=memory)
+        return config.replace(num_threads=num_threads, kv_cache_memory=memory)
 
     def place_of(self, number: int) -> Place:
         """Where a rank meets the others."""

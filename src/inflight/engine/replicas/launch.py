@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -123,7 +122,7 @@ def _places(number: int, num_ranks: int) -> list[Placement]:
 
 
 def _config_of(config: EngineConfig, placement: Placement, number: int) -> EngineConfig:
-    memory = config.kv_cache_memory
-    if memory is None and config.num_blocks is None:
+    memory = config.kv_cache.memory
+    if memory is None and config.kv_cache.num_blocks is None:
         memory = int(usable_memory() * CACHE_SHARE_OF_HOST / number)
-    return replace(config, num_threads=config.num_threads or placement.num_threads, kv_cache_memory=memory)
+    return config.replace(num_threads=config.num_threads or placement.num_threads, kv_cache_memory=memory)

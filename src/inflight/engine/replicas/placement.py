@@ -3,7 +3,7 @@
 from math import ceil
 from pathlib import Path
 
-from inflight.contracts.options import check_integer
+from inflight.contracts.options import Positive, check
 from inflight.host.machine import SYSTEM, cores_of_nodes, usable_cores
 
 
@@ -14,7 +14,7 @@ def check_replicas(replicas: object, num_ranks: int = 1, system: Path = SYSTEM) 
         return max(1, best_number(system) // num_ranks)
     if isinstance(replicas, str):
         raise ValueError(f"replicas is {replicas!r}; it must be 'auto', or an integer of at least 1")
-    check_integer("replicas", replicas, 1)
+    check("replicas", replicas, Positive)
     assert isinstance(replicas, int)
     return replicas
 

@@ -49,8 +49,8 @@ class HeadRunner:
         self._executor.allocate(num_blocks)
         self._kept: KeptStates = runner.keep_states(group, num_blocks)
         self._threads = runner.threads
-        self._block_size = config.block_size
-        self._sampler = Sampler(config.max_num_seqs, runner.device)
+        self._block_size = config.kv_cache.block_size
+        self._sampler = Sampler(config.scheduling.max_num_seqs, runner.device)
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepTokens:
@@ -101,7 +101,7 @@ def _prepared(head: MtpHead, config: EngineConfig) -> PackedExecutor:
     """Prepack a head like its model, whose embedding and head are prepacked already."""
     model: PreTrainedModel = head
     round_as_asked(model, config, model.dtype, None)
-    weight_format = find_format(config.quantization, config.quantization_arithmetic)
+    weight_format = find_format(config.quantization.method, config.quantization.arithmetic)
     prepacks = weight_format.why_unusable(model) is None
     if prepacks:
         prepack_experts(model, weight_format)
@@ -112,5 +112,5 @@ def _prepared(head: MtpHead, config: EngineConfig) -> PackedExecutor:
     if prepacks:
         prepack_linears(model, calls, weight_format)
         prepack_routers(model)
-    backend = make_backend(config.attention_backend, model.device, model.dtype, config.block_size)
+    backend = make_backend(config.debug.attention_backend, model.device, model.dtype, config.kv_cache.block_size)
     return PackedExecutor(model, backend, Grouping(specs))

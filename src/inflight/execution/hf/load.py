@@ -64,7 +64,7 @@ def load_model(
         dtype = resolve_dtype(config.dtype, model_config, device)
         if in_own_dtype:
             dtype = dtype_of_checkpoint(model_config)
-        is_dummy = config.load_format == "dummy"
+        is_dummy = config.debug.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
                 model = _dummy_model(model_config, dtype, device, config, auto_class)

@@ -72,7 +72,7 @@ def _plan_of_gguf(
     """How the model of a GGUF file pools: by the `mode` that it names, with vectors of length 1, as in llama.cpp."""
     if config.task == "classify":
         raise ModelError("task is 'classify'; a GGUF file has no head for that")
-    wanted = replace(config, task="embed") if config.task == "auto" else config
+    wanted = config.replace(task="embed") if config.task == "auto" else config
     plan = _plan_of(_architecture(model_config), model_config, None, wanted, tokenizer)
     if plan is None or plan.task != "embed":
         return plan

@@ -165,7 +165,9 @@ class _Search:
 
     def choose(self) -> ChosenExecutor:
         """The first of the allowed ones that is exact."""
-        executors = ["packed", "rows", "sequential"] if self._config.executor == "auto" else [self._config.executor]
+        executors = (
+            ["packed", "rows", "sequential"] if self._config.debug.executor == "auto" else [self._config.debug.executor]
+        )
         if self._rank is not None or gives_states(self._model):
             executors = ["packed"]
         in_use = attention_in_use(self._model)
@@ -207,7 +209,7 @@ class _Search:
         """A proof result, and what it was proved on, in words."""
         if self._is_proved_itself:
             return self._first_exact(executors, self._model, self._plain), ITSELF
-        cached = None if self._config.verify else self._proof_results.find(key)
+        cached = None if self._config.debug.verify else self._proof_results.find(key)
         if cached is not None:
             return cached, PROXY + EARLIER
         try:
@@ -264,7 +266,7 @@ class _Search:
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
         """Make the attention backend that will be used, but over a cache that rounds nothing."""
-        return partial(make_backend, self._config.attention_backend, subject.device, subject.dtype)
+        return partial(make_backend, self._config.debug.attention_backend, subject.device, subject.dtype)
 
     def _why_not_to_prepack(self, result: ProofResult, alone: PlainModel) -> str | None:
         """Why prepacking would change the model's results, tried on a proxy that is not needed any more; None: it does
@@ -290,14 +292,14 @@ class _Search:
             return ChosenExecutor(partial(make_executor, mode, model), name, result, proved_on, report)
 
         def backend(block_size: int) -> AttentionBackend:
-            name, stored = config.attention_backend, config.kv_cache_dtype
+            name, stored = config.debug.attention_backend, config.kv_cache.dtype
             return make_backend(name, model.device, model.dtype, block_size, stored)
 
         report = prepare_packed(
             model,
             backend,
-            weight_format=find_format(config.quantization, config.quantization_arithmetic),
-            rounds_cache=config.kv_cache_dtype != "auto",
+            weight_format=find_format(config.quantization.method, config.quantization.arithmetic),
+            rounds_cache=config.kv_cache.dtype != "auto",
             is_large=is_short,
             let_go=self._let_go,
             rank=self._rank,
@@ -313,7 +315,7 @@ class _Search:
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
             return PackedExecutor(model, attention, grouping, report.min_rows, report.counting)
 
-        return ChosenExecutor(make, backend(config.block_size).name, result, proved_on, report)
+        return ChosenExecutor(make, backend(config.kv_cache.block_size).name, result, proved_on, report)
 
 
 def _notes_on_generate(result: ProofResult) -> tuple[str, ...]:

@@ -22,7 +22,7 @@ from inflight.execution.weights.inventory import arithmetic_of, stored_weights
 
 def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
     """How sequences lie in an executor's cache."""
-    return CacheLayout(config.block_size, executor.cache_groups, config.max_num_batched_tokens)
+    return CacheLayout(config.kv_cache.block_size, executor.cache_groups, config.scheduling.max_num_batched_tokens)
 
 
 def describe(
@@ -44,8 +44,8 @@ def describe(
     """
     report, layout = choice.report, cache_layout(executor, config)
     max_model_len = _max_model_len(report, config)
-    bytes_per_block = executor.bytes_per_block(config.block_size)
-    num_blocks = max(config.max_num_batched_tokens, layout.max_num_blocks(max_model_len))
+    bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)
+    num_blocks = max(config.scheduling.max_num_batched_tokens, layout.max_num_blocks(max_model_len))
     if executor.capabilities.chunks_prompts or not isinstance(executor, PackedExecutor):
         num_blocks = _num_blocks(executor, layout.max_num_blocks(max_model_len), config)
     num_lasting_groups = sum(group == ALL_TOKENS for group in layout.groups)
@@ -59,7 +59,7 @@ def describe(
         executor=executor.name,
         proved_on=choice.proved_on,
         attention_backend=choice.attention_backend,
-        quantization=config.quantization,
+        quantization=config.quantization.method,
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),
         kernels=kernels_in_use() if model.device.type == "cpu" else None,
@@ -71,12 +71,12 @@ def describe(
         max_model_len=max_model_len,
         recompute_beyond=longrope_length(model.config.get_text_config()),
         can_share_prefixes=executor.capabilities.shares_prefixes,
-        block_size=config.block_size,
+        block_size=config.kv_cache.block_size,
         num_blocks=num_blocks,
         cache_groups=tuple(layout.groups),
         max_cached_len=layout.longest_sequence(num_blocks, max_model_len),
-        kv_bytes_per_token=bytes_per_block * len(layout.groups) // config.block_size,
-        kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.block_size,
+        kv_bytes_per_token=bytes_per_block * len(layout.groups) // config.kv_cache.block_size,
+        kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.kv_cache.block_size,
         eos_token_ids=eos_token_ids(generation_config, report.vocab_size),
         notes=(*getattr(model, "inflight_notes", ()), *report.notes, *not_honoured(generation_config)),
     )
@@ -90,9 +90,9 @@ def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:
             f"max_model_len is {config.max_model_len}; this model accepts at most {longest} "
             f"({reasons or 'its max_position_embeddings'})"
         )
-    if report.max_row_len is not None and config.max_num_batched_tokens > report.max_row_len:
+    if report.max_row_len is not None and config.scheduling.max_num_batched_tokens > report.max_row_len:
         raise ModelError(
-            f"max_num_batched_tokens is {config.max_num_batched_tokens}; this model accepts at most "
+            f"max_num_batched_tokens is {config.scheduling.max_num_batched_tokens}; this model accepts at most "
             f"{report.max_row_len} ({reasons})"
         )
     return longest if config.max_model_len is None else config.max_model_len
@@ -100,17 +100,17 @@ def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:
 
 def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: EngineConfig) -> int:
     """As many blocks as are asked for, else as fit the memory, but no more than all slots at full length need."""
-    if config.num_blocks is not None:
-        return config.num_blocks
-    bytes_per_block = executor.bytes_per_block(config.block_size)
-    memory = config.kv_cache_memory or available_cache_memory(executor.model.device)
-    memory -= config.max_num_seqs * executor.bytes_per_slot
+    if config.kv_cache.num_blocks is not None:
+        return config.kv_cache.num_blocks
+    bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)
+    memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
+    memory -= config.scheduling.max_num_seqs * executor.bytes_per_slot
     if memory < bytes_per_block:
         raise ModelError(
-            f"the cache may take {max(0, memory)} bytes; one block of {config.block_size} tokens takes "
+            f"the cache may take {max(0, memory)} bytes; one block of {config.kv_cache.block_size} tokens takes "
             f"{bytes_per_block}"
         )
-    return min(memory // max(1, bytes_per_block), config.max_num_seqs * max_blocks_per_sequence)
+    return min(memory // max(1, bytes_per_block), config.scheduling.max_num_seqs * max_blocks_per_sequence)
 
 
 def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:

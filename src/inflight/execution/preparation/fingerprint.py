@@ -62,7 +62,12 @@ def fingerprint(
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": {key: value for key, value in model.config.to_dict().items() if not key.startswith("_")},
         "weights": weights_digest.hex(),
-        "wanted": (config.quantization, config.quantization_arithmetic, config.kv_cache_dtype, config.block_size),
+        "wanted": (
+            config.quantization.method,
+            config.quantization.arithmetic,
+            config.kv_cache.dtype,
+            config.kv_cache.block_size,
+        ),
         "runs on": (str(model.dtype), kernels_in_use(), executor.backend.name),
         "lies as": ([str(each) for each in executor.cache_groups], [len(row) for row in rows]),
         "versions": [version(name) for name in ("torch", "transformers", "inflight-llm")],
@@ -70,11 +75,13 @@ def fingerprint(
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=32)
     for path in own_code():
         digest.update(hashlib.sha256(path.read_bytes()).digest())
-    (prompt,) = draw_prompts(model.get_input_embeddings().weight.shape[0], [config.block_size])
+    (prompt,) = draw_prompts(model.get_input_embeddings().weight.shape[0], [config.kv_cache.block_size])
     span = Span(0, 0, 0, list(prompt), 1, len(prompt))
     blocks = [group % num_blocks for group in range(len(executor.cache_groups))]
     tables = tuple((array("i", [block]),) for block in blocks)
-    logits = executor.forward(RaggedBatch.from_plan(StepPlan((span,), tables), config.block_size, model.device))
+    logits = executor.forward(
+        RaggedBatch.from_plan(StepPlan((span,), tables), config.kv_cache.block_size, model.device)
+    )
     digest.update(logits.contiguous().flatten().view(torch.uint8).numpy().data)
     for block in blocks:
         for row in executor.rows_of_block(block):

@@ -26,10 +26,10 @@ def prove_graph(executor: PackedExecutor, config: EngineConfig, num_blocks: int)
     """Trace an executor's model, and let it run the compiled graph if that gives the same bits. Its cache is still
     unused. Returns why it runs eagerly; None: it runs the graph."""
     in_two = executor.capabilities.chunks_prompts
-    batches = list(_batches(executor, config.block_size, num_blocks, in_two=in_two))
+    batches = list(_batches(executor, config.kv_cache.block_size, num_blocks, in_two=in_two))
     eager = [executor.outputs(batch) for batch in batches]
     try:
-        graph = executor.trace(config.max_num_batched_tokens)
+        graph = executor.trace(config.scheduling.max_num_batched_tokens)
     except UntraceableError as error:
         return str(error)
     reason = ""

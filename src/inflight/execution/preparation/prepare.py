@@ -89,15 +89,15 @@ def prepare(
     except StalePreparationError as error:
         logger.warning("%s; the model is loaded and proved again", error)
     except PrepackingError as error:
-        if config.executor != "auto" or rank is not None or pooling is not None:
+        if config.debug.executor != "auto" or rank is not None or pooling is not None:
             raise
         reason = f"not packed: {error}: {error.__cause__}"
     if reason is None:
-        return prepare(source, replace(config, verify=True), rank, pooling)
+        return prepare(source, config.replace(verify=True), rank, pooling)
     logger.warning("%s; the model is loaded again", reason)  # the first one is gone with the error's traceback
     try:
         with torch_alone():
-            prepared = _prepare(source, replace(config, executor="rows"), None, None)
+            prepared = _prepare(source, config.replace(executor="rows"), None, None)
     except ModelError as error:
         raise ModelError(f"{reason}; {error}") from error
     return replace(prepared, info=replace(prepared.info, notes=(reason, *prepared.info.notes)))
@@ -131,16 +131,16 @@ def _prepare(
     cache, key = ResultCache.of_the_user(Preparation), None
     if is_listed and rank is None and cache.keeps and model.device.type == "cpu":
         key = preparation_key(model, config, source)
-    known = None if config.verify else cache.find(key)
-    digest = None if config.prefix_cache_dir is None else digest_of_weights(model)
+    known = None if config.debug.verify else cache.find(key)
+    digest = None if config.prefix_cache.folder is None else digest_of_weights(model)
     is_loaded_here = model.device.type == "cpu" and not is_callers  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
     let_go = let_go_of_file_pages if is_loaded_here else None
     round_as_asked(model, config, dtype, let_go)
-    why_not = find_format(config.quantization).why_unusable(model)
-    if config.quantization is not None and why_not is not None:
-        raise ModelError(f"quantization {config.quantization!r} {why_not}")
+    why_not = find_format(config.quantization.method).why_unusable(model)
+    if config.quantization.method is not None and why_not is not None:
+        raise ModelError(f"quantization {config.quantization.method!r} {why_not}")
     if config.adapters is not None:
         make_embedding_adaptable(model)
     with _as_stale(known):
@@ -150,7 +150,7 @@ def _prepare(
         give_back_freed_memory()
     elif model.device.type == "cpu":
         own_tensors(model, MAX_COPIED)
-    executor = choice.make_executor(config.block_size, config.max_num_seqs)
+    executor = choice.make_executor(config.kv_cache.block_size, config.scheduling.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks)
     pooler = None
@@ -160,13 +160,13 @@ def _prepare(
         pooler = TextPooler(parts.head, info.pooling)
     adapters = None
     if config.adapters is not None:
-        adapters = Adapters(executor, config.block_size, config.adapter_memory)
+        adapters = Adapters(executor, config.kv_cache.block_size, config.adapter_memory)
     reason = None if known is None else known.why_not_traced
-    if isinstance(executor, PackedExecutor) and config.record_forward and model.device.type == "cpu":
+    if isinstance(executor, PackedExecutor) and config.debug.record_forward and model.device.type == "cpu":
         if known is None:
-            longest = config.max_num_batched_tokens if pooler is None else info.max_model_len
-            longest_row = max(config.max_num_batched_tokens, longest)
-            reason = prove_graph(executor, replace(config, max_num_batched_tokens=longest_row), info.num_blocks)
+            longest = config.scheduling.max_num_batched_tokens if pooler is None else info.max_model_len
+            longest_row = max(config.scheduling.max_num_batched_tokens, longest)
+            reason = prove_graph(executor, config.replace(max_num_batched_tokens=longest_row), info.num_blocks)
         elif known.program is not None:
             with _as_stale(known):
                 executor.run_program(linked(known.program, executor))
@@ -174,7 +174,7 @@ def _prepare(
         info = replace(info, is_recorded=reason is None, notes=info.notes + note)
     if key is not None:
         with _as_stale(known):
-            step = digest_of_step(executor, config.block_size, info.num_blocks)
+            step = digest_of_step(executor, config.kv_cache.block_size, info.num_blocks)
             if known is not None and step != known.step:
                 raise ModelError("a few tokens get other bits")
         if known is None:

@@ -12,7 +12,7 @@ import logging
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight.contracts.config import EngineConfig
+from inflight.contracts.options import flat_options, flat_values
 from inflight.execution.hf.hook import attention_in_use
 from inflight.execution.hf.source import checkpoint_files
 from inflight.execution.kernels import kernels_in_use, library
@@ -33,12 +34,8 @@ NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dty
 """Entries of a configuration that make no difference to a proxy."""
 SOURCES = Path(__file__).parents[1]
 """The code that decides how a model runs."""
-OF_THE_SCHEDULER = (
-    *("verify", "max_num_seqs", "num_blocks", "kv_cache_memory", "adapter_memory", "max_num_waiting"),
-    *("policy", "aging_steps", "background_tokens_per_step", "max_prefill_tokens_per_step", "enable_prefix_caching"),
-    *("prefix_cache_dir", "prefix_cache_size", "speculation", "draft_model", "max_guessed_tokens"),
-)
-"""Options that change nothing about how a model is prepared."""
+SCHEDULING = ("scheduling", "prefix_cache", "speculation")
+"""Groups of options that do not change how a model is prepared, but for the length of a row."""
 ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
 """Beginnings of the names of variables that change what runs."""
 
@@ -110,7 +107,7 @@ def preparation_key(model: PreTrainedModel, config: EngineConfig, source: str | 
             config,
             files=[(name, stat.st_size, stat.st_mtime_ns) for name, stat in sorted(stats.items())],
             whole=model.config.to_dict() | {"_name_or_path": ""},
-            options=asdict(config) | dict.fromkeys(OF_THE_SCHEDULER) | {"adapters": config.adapters is not None},
+            options=_options(config),
             environment=sorted((name, value) for name, value in os.environ.items() if name.startswith(ENVIRONMENT)),
             machine=(library.instruction_sets(), num_threads(), platform.machine()),
             kernels=library.kernels_name() if kernels_in_use() == "native" else None,
@@ -120,11 +117,24 @@ def preparation_key(model: PreTrainedModel, config: EngineConfig, source: str | 
         return None
 
 
+def _options(config: EngineConfig) -> dict[str, Any]:
+    """The options that change how a model is prepared."""
+    ignored = {name for name, option in flat_options(EngineConfig).items() if option.group in SCHEDULING}
+    ignored = ignored - {"max_num_batched_tokens"} | {"verify", "num_blocks", "kv_cache_memory", "adapter_memory"}
+    options = {name: value for name, value in flat_values(config).items() if name not in ignored}
+    return options | {"adapters": config.adapters is not None}
+
+
 def _digest(model: PreTrainedModel, config: EngineConfig, **more: Any) -> str:
     parts: dict[str, Any] = more | {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "config": {key: value for key, value in model.config.to_dict().items() if key not in NOT_OF_THE_SHAPE},
-        "wanted": (config.executor, config.attention_backend, config.quantization, config.kv_cache_dtype),
+        "wanted": (
+            config.debug.executor,
+            config.debug.attention_backend,
+            config.quantization.method,
+            config.kv_cache.dtype,
+        ),
         "attends by": sorted(set(map(str, attention_in_use(model).values()))),
         "runs on": (str(model.dtype), model.device.type, can_prepack(model), kernels_in_use(), _processor(model)),
         "precision": (torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32),

@@ -24,9 +24,9 @@ Told: TypeAlias = Callable[[str, torch.Tensor, GroupedWeight], None]
 
 def rounding_of(config: EngineConfig) -> Rounding | None:
     """What `config` asks weights to be rounded to before the model is looked at; None: nothing."""
-    if config.quantization != "int4":
+    if config.quantization.method != "int4":
         return None
-    return Rounding(4, config.quantization_group_size, config.quantization_minima)
+    return Rounding(4, config.quantization.group_size, config.quantization.minima)
 
 
 def round_weights(

@@ -25,8 +25,8 @@ WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
 def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
     """The memory of one engine's cache in bytes. Unless an option sets it, engines that may run at once share what a
     single one would take. None: it is given in blocks, whose size only the engine knows."""
-    if config.kv_cache_memory is not None or config.num_blocks is not None:
-        return config.kv_cache_memory
+    if config.kv_cache.memory is not None or config.kv_cache.num_blocks is not None:
+        return config.kv_cache.memory
     return int(usable_memory() * CACHE_SHARE_OF_HOST / num_engines)
 
 

@@ -134,7 +134,7 @@ class _Engines:
     @property
     def num_slots(self) -> int:
         """How many sequences run at once."""
-        return self.config.max_num_seqs * self.num_replicas
+        return self.config.scheduling.max_num_seqs * self.num_replicas
 
 
 def _settings_of(name: str, settings: ServerSettings, own_options: Mapping[str, Any]) -> ServerSettings:

@@ -23,9 +23,9 @@ class PoolSettings:
 
     models: Mapping[str, str | None]
     own_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    max_loaded_models: int | None = None
-    max_loaded_memory: int | None = None
-    idle_unload: float | None = None
+    max_loaded_models: options.Positive | None = None
+    max_loaded_memory: options.Positive | None = None
+    idle_unload: options.Seconds | None = None
 
     def __post_init__(self) -> None:
         if not self.models:
@@ -37,12 +37,6 @@ class PoolSettings:
         for adapter in adapters:
             if adapter in self.models or adapters.count(adapter) > 1:
                 raise ValueError(f"the adapter {adapter!r} has the name of another model or adapter")
-        for limit in ("max_loaded_models", "max_loaded_memory"):
-            if (value := getattr(self, limit)) is not None:
-                options.check_integer(limit, value, 1)
-        if self.idle_unload is not None:
-            accepted = "a number of seconds above 0"
-            options.check_number("idle_unload", self.idle_unload, accepted, 0.0, options.MAX_FLOAT, above=True)
 
     @property
     def adapters(self) -> dict[str, str]:

@@ -1,13 +1,16 @@
 """`OperatorSettings`: every choice about the operations around the server. Plain data, checked when created."""
 
 from dataclasses import dataclass
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from inflight.contracts import options
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 """The environment variable for API keys, separated by commas."""
 
-LOG_FORMATS = ("text", "json")
+LogFormat: TypeAlias = Literal["text", "json"]
 MAX_BODY_SIZE = 32 * 2**20
 """The default limit in bytes. The longest prompts, as token ids in JSON, have a few megabytes."""
 
@@ -35,27 +38,19 @@ class OperatorSettings:
 
     api_keys: tuple[str, ...] = ()
     api_key_file: str | None = None
-    max_body_size: int = MAX_BODY_SIZE
-    max_requests: int | None = None
-    timeout_keep_alive: int = 120
-    grace_period: float = 30.0
-    log_format: str = "text"
+    max_body_size: options.Positive = MAX_BODY_SIZE
+    max_requests: options.Positive | None = None
+    timeout_keep_alive: options.Positive = 120
+    grace_period: Annotated[
+        float, Meta(ge=0, le=options.MAX_FLOAT, description="a number of seconds of at least 0")
+    ] = 30.0
+    log_format: LogFormat = "text"
     log_text: bool = False
     cors_origins: tuple[str, ...] = ()
     traces_endpoint: str | None = None
     ui: bool = True
 
     def __post_init__(self) -> None:
-        options.check_integer("max_body_size", self.max_body_size, 1)
-        options.check_integer("timeout_keep_alive", self.timeout_keep_alive, 1)
-        if self.max_requests is not None:
-            options.check_integer("max_requests", self.max_requests, 1)
-        options.check_number(
-            "grace_period", self.grace_period, "a number of seconds of at least 0", 0.0, options.MAX_FLOAT
-        )
-        options.check_choice("log_format", self.log_format, LOG_FORMATS)
-        options.check_switch("log_text", self.log_text)
-        options.check_switch("ui", self.ui)
         endpoint = self.traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(

@@ -7,10 +7,11 @@ import base64
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+from msgspec import Meta
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.options import check_integer
+from inflight.contracts.options import check
 from inflight.contracts.params import MAX_COUNT
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of
@@ -422,8 +423,7 @@ class ResponsesRequest(ChatBody):
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 
     def sent_options(self, vocab_size: int) -> dict[str, Any]:
-        if self.max_output_tokens is not None:
-            check_integer("max_output_tokens", self.max_output_tokens, 1, MAX_COUNT)
+        check("max_output_tokens", self.max_output_tokens, Annotated[int, Meta(ge=1, le=MAX_COUNT)] | None)
         sent = {"min_tokens": 0, **super().sent_options(vocab_size), "n": 1, "max_tokens": self.max_output_tokens}
         stop = {} if self.stop is None else {"stop": self.stop}
         return {**sent, **stop, "logprobs": self.num_logprobs, "structured_output": self.structured_output}

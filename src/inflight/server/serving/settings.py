@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated, Literal
+
+from msgspec import Meta
 
 from inflight.contracts import options
 from inflight.contracts.params import MAX_LOGPROBS
@@ -48,16 +51,16 @@ class ServerSettings:
 
     model_name: str = DEMO_MODEL_NAME
     model_aliases: tuple[str, ...] = ()
-    max_n: int = 128
-    max_num_sequences: int = 1024
-    max_logprobs: int = 20
-    request_timeout: float | None = None
-    keep_alive_interval: float = 10.0
-    max_stall: float = 60.0
+    max_n: options.Positive = 128
+    max_num_sequences: options.Positive = 1024
+    max_logprobs: Annotated[int, Meta(ge=0, le=MAX_LOGPROBS)] = 20
+    request_timeout: options.Seconds | None = None
+    keep_alive_interval: options.Seconds = 10.0
+    max_stall: options.Seconds = 60.0
     strict: bool = False
     trust_request_chat_template: bool = False
     batch_dir: str | None = None
-    max_file_size: int = 2**30
+    max_file_size: options.Positive = 2**30
     allow_adapter_loading: bool = False
     tool_call_parser: str | None = None
 
@@ -65,15 +68,5 @@ class ServerSettings:
         for name in (self.model_name, *self.model_aliases):
             if not isinstance(name, str) or not name:
                 raise ValueError(f"a name of the model is {name!r}; it must be a non-empty string")
-        for limit in ("max_n", "max_num_sequences", "max_file_size"):
-            options.check_integer(limit, getattr(self, limit), 1)
-        options.check_integer("max_logprobs", self.max_logprobs, 0, MAX_LOGPROBS)
-        for seconds in ("request_timeout", "keep_alive_interval", "max_stall"):
-            if seconds != "request_timeout" or self.request_timeout is not None:
-                value = getattr(self, seconds)
-                options.check_number(seconds, value, "a number of seconds above 0", 0.0, options.MAX_FLOAT, above=True)
-        options.check_switch("strict", self.strict)
-        options.check_switch("trust_request_chat_template", self.trust_request_chat_template)
-        options.check_switch("allow_adapter_loading", self.allow_adapter_loading)
         if self.tool_call_parser is not None:
-            options.check_choice("tool_call_parser", self.tool_call_parser, CALL_FORMATS)
+            options.check("tool_call_parser", self.tool_call_parser, Literal[*CALL_FORMATS])

@@ -202,5 +202,5 @@ export function Now({ about }) {
     </div>
     ${shown.length === 0 && html`<p class="card">No engine is running: it is loading, or it has ended.</p>`}
     ${shown.map((engine) => html`<${Engine} key=${engine.number} engine=${engine} title=${shown.length > 1 ? `Replica ${engine.number}` : ""}
-      slots=${about?.config.max_num_seqs ?? 8} about=${about} opened=${opened} onOpen=${open(engine)} />`)}`;
+      slots=${about?.config.scheduling.max_num_seqs ?? 8} about=${about} opened=${opened} onOpen=${open(engine)} />`)}`;
 }

@@ -141,11 +141,9 @@ _BATCHING = (
     _one_of("--policy", config.POLICIES, "Which requests are served first."),
     Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
     Shared("--background-tokens-per-step", int, "Most tokens of batch jobs in a step that has others."),
-    _one_of("--speculation", config.SPECULATIONS, "What guesses the next tokens; results stay the same."),
-    Shared(
-        "--draft-model", str, "A small model that guesses: hub id or folder; mtp: the checkpoint's own layer.", "none"
-    ),
-    Shared("--max-guessed-tokens", int, "Most tokens of a sequence that are guessed in a step."),
+    _one_of("--speculation", config.SPECULATIONS, "Which drafters propose draft tokens; results stay the same."),
+    Shared("--draft-model", str, "A small draft model: hub id or folder; mtp: the checkpoint's own layer.", "none"),
+    Shared("--max-draft-tokens", int, "Most draft tokens of a sequence in a step."),
     Shared("--max-num-waiting", int, "Most sequences that may wait; more are refused.", "no limit"),
 )
 _BLOCKS = (

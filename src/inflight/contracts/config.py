@@ -106,14 +106,15 @@ class EngineConfig:
         aging_steps: with "priority", steps after which a waiting request gains one priority.
         background_tokens_per_step: how many tokens of requests in the background (those of the lowest priority,
             2**31 - 1, and of batch jobs) a step may have beside others'; 0: they run only while no others do.
-        speculation: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
+        speculation: the drafters, so that one step can give several tokens: "lookup" (what followed the
             same tokens before, in the sequence or in recent outputs), "grammar" (what structured output leaves no
-            choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Guesses are checked by choosing each
-            token as ever, so results are the same, bit for bit; a model that cannot promise that does not speculate.
-        draft_model: a small model with the same tokenizer that guesses: hub id or folder. It is loaded with the same
+            choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Draft tokens are verified by choosing
+            each token as ever, so results are the same, bit for bit; a model that cannot promise that does not
+            speculate.
+        draft_model: a small draft model with the same tokenizer: hub id or folder. It is loaded with the same
             options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
             multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
-        max_guessed_tokens: how many tokens of a sequence may be guessed in a step.
+        max_draft_tokens: the most draft tokens of a sequence in a step.
         max_num_waiting: a request is refused while this many sequences wait, besides those in the background; None: no
             limit.
         enable_prefix_caching: whether blocks of the cache are found again by their content.
@@ -160,7 +161,7 @@ class EngineConfig:
     background_tokens_per_step: int = 0
     speculation: str = "auto"
     draft_model: str | None = None
-    max_guessed_tokens: int = 16
+    max_draft_tokens: int = 16
     max_num_waiting: int | None = None
     enable_prefix_caching: bool = True
     prefix_cache_dir: str | None = None
@@ -211,7 +212,7 @@ class EngineConfig:
         for name in optional:
             if getattr(self, name) is not None:
                 check_integer(name, getattr(self, name), 1)
-        positive = ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_guessed_tokens")
+        positive = ("max_num_seqs", "max_num_batched_tokens", "aging_steps", "block_size", "max_draft_tokens")
         for name in (*positive, "prefix_cache_size", "adapter_memory"):
             check_integer(name, getattr(self, name), 1)
         check_integer("background_tokens_per_step", self.background_tokens_per_step, 0)

@@ -6,7 +6,7 @@ what came of it. Data goes one way. What goes back, from results to scheduling, 
 - a sequence ends early: by an abort, by its deadline, by a stop string in its text, or because no token could be
 chosen;
 - a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
-- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what guessed tokens cost
+- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what draft tokens cost
 (`Speculation`).
 
 Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
@@ -99,8 +99,8 @@ class Engine:
         self.model_info = info = self._describe()
         self._speculation: Speculation | None = None
         if not info.speculation.startswith("off"):
-            drafting = load_draft(config, self.runner, tokenizer)
-            self._speculation = speculation_of(config, lambda: self._constraints, drafting)
+            proposer = load_draft(config, self.runner, tokenizer)
+            self._speculation = speculation_of(config, lambda: self._constraints, proposer)
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
             weakref.finalize(self, self._store.end).atexit = False  # at the process's end the store waits itself
@@ -395,7 +395,7 @@ class Engine:
                 num_given = len(span_tokens.token_ids)
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
                 errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
-        for step in progress:  # one that fails after accepted guesses has both tokens and an error
+        for step in progress:  # one that fails after accepted draft tokens has both tokens and an error
             own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
             self._reporter.add([News(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
         self._reporter.add(News(sequence, [], error=error) for sequence, error in errors.items())
@@ -422,17 +422,17 @@ class Engine:
             self._reporter.add([News(sequence, [], error=error) for sequence in aborted])
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take from how long this step took what guesses cost; and bound the prefill of coming steps, unless its bound
-        was given."""
+        """Learn the cost of draft tokens from the time of this step; and bound the prefill of coming steps, unless its
+        bound was given."""
         if self._speculation is not None:
-            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
-            self._speculation.observe(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+            self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
         if self.prefill_limit is None and self._store is None:
             return
-        prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]
+        prefills = [length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1]
         if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
             self._store.observe_prefill(sum(prefills), seconds)
         if self.prefill_limit is None:
@@ -473,9 +473,9 @@ class Engine:
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
-            num_guesses=scheduler.count.guesses,
+            num_drafts=scheduler.count.drafts,
             num_restored_tokens=scheduler.persistence.num_restored_tokens,
-            num_guessed_tokens=scheduler.count.guessed_tokens,
+            num_draft_tokens=scheduler.count.draft_tokens,
             num_accepted_tokens=scheduler.count.accepted_tokens,
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),

@@ -181,7 +181,7 @@ def _output(
         first_scheduled_time=live.first_scheduled_times[sequence.index],
         num_preemptions=sequence.num_preemptions,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_guessed_tokens=sequence.num_guessed_tokens,
+        num_draft_tokens=sequence.num_draft_tokens,
         num_accepted_tokens=sequence.num_accepted_tokens,
         values=None if values is None else values.tobytes(),
     )

@@ -188,10 +188,10 @@ def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScor
 
 
 def _until_wrong(chosen: list[int], span: Span) -> list[int]:
-    """The tokens `[1 + num_guessed]` chosen after a span's last known token and each of its guesses, up to the first
-    that was not guessed: the rows after it are of a sequence that does not come about."""
-    for number, (guessed, token_id) in enumerate(zip(span.guessed_ids, chosen, strict=False), 1):
-        if guessed != token_id:
+    """The tokens `[1 + num_draft_tokens]` chosen after a span's last known token and each of its draft tokens, up to
+    the first that differs from its draft token: the rows after it belong to a rejected continuation."""
+    for number, (proposed, token_id) in enumerate(zip(span.draft_token_ids, chosen, strict=False), 1):
+        if proposed != token_id:
             return chosen[:number]
     return chosen
 

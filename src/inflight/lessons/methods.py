@@ -27,8 +27,8 @@ class Setting:
 
     Args:
         source: hub id, folder, or a loaded model.
-        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. Nothing is guessed, so that steps
-            can be compared.
+        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. There are no draft tokens, so that
+            steps can be compared.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:

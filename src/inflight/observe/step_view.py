@@ -33,7 +33,7 @@ class SpanView:
         num_cached: how many of its keys were in the cache before the step.
         keys: the texts of all tokens up to the step's last one, including those of the step.
         predecessor: the number of the sequence that had the slot before, if this is the sequence's first step there.
-        num_guessed, num_accepted: how many of its last tokens were guessed, and how many of these were right.
+        num_draft_tokens, num_accepted: how many of its last tokens were drafts, and how many were accepted.
     """
 
     number: int
@@ -43,7 +43,7 @@ class SpanView:
     num_cached: int
     keys: tuple[str, ...]
     predecessor: int | None = None
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
 
     @property
@@ -63,10 +63,12 @@ class SpanView:
 
     @property
     def label(self) -> str:
-        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Guessed tokens are
+        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Draft tokens are
         counted by themselves: a plus, and how many of them were right."""
-        guessed = f"+{self.num_accepted}/{self.num_guessed}" if self.num_guessed else ""
-        return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_guessed}{guessed})"
+        drafts = f"+{self.num_accepted}/{self.num_draft_tokens}" if self.num_draft_tokens else ""
+        return (
+            f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_draft_tokens}{drafts})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,7 +171,7 @@ def view_span(
         record.start,
         keys,
         predecessor,
-        record.num_guessed,
+        record.num_draft_tokens,
         record.num_accepted,
     )
 

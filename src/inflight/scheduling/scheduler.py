@@ -16,7 +16,7 @@ A sequence that gets a prefill span is not preempted in the same plan: victims a
 best first. So a later sequence can rely on blocks that an earlier one computes in the same step.
 
 Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
-then may go to guesses of what comes next (`Guessing`).
+then may go to draft tokens of what comes next (`Drafting`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -36,7 +36,7 @@ from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
 from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.guessing import Guessing, num_right_guesses
+from inflight.scheduling.draft_tokens import DraftPlanner, num_accepted_tokens
 from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
@@ -84,15 +84,15 @@ class Counters:
     Attributes:
         steps: that were planned.
         prompt_tokens: of all sequences that have had a slot, each counted once.
-        guesses, guessed_tokens, accepted_tokens: spans with guessed tokens, these tokens, and how many of them were
+        drafts, draft_tokens, accepted_tokens: spans with draft tokens, these tokens, and how many of them were
             right.
     """
 
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    guesses: int = 0
-    guessed_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
     accepted_tokens: int = 0
 
 
@@ -105,7 +105,7 @@ class Scheduler:
             served.
         enable_prefix_caching: whether blocks are found again by their content.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
-        speculator: guesses tokens that may come next; None: nothing is guessed.
+        speculator: proposes draft tokens; None: no speculation.
         block_store: keeps blocks outside of the cache; None: there is no such store.
 
     Attributes:
@@ -137,9 +137,9 @@ class Scheduler:
         self.persistence = Persistence(store, block_pool, self.reuse.find)
         if store is not None:
             self.reuse.save = self.persistence.save
-        self._guessing: Guessing | None = None
+        self._draft_planner: DraftPlanner | None = None
         if speculator is not None:
-            self._guessing = Guessing(speculator, block_pool, limits.recompute_beyond)
+            self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
         self._num_scorable_tokens = limits.max_scored_tokens  # left in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
@@ -255,7 +255,9 @@ class Scheduler:
         if not lengths:
             return None
         num_groups = len(self.block_pool.layout.groups)
-        self._in_flight = make_plan(lengths, self._guess(lengths), self.sequences.slots, num_groups, self.reuse.copies)
+        self._in_flight = make_plan(
+            lengths, self._propose(lengths), self.sequences.slots, num_groups, self.reuse.copies
+        )
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
@@ -279,7 +281,7 @@ class Scheduler:
                 continue
             new_token_ids = sequence.append(sampled)
             sequence.num_computed_tokens = span.end
-            if span.num_guessed:
+            if span.num_draft_tokens:
                 self._take_back_wrong(sequence, span, new_token_ids)
             sequence.num_scored_tokens += len(span.scored_ids)
             self.reuse.remember(sequence, sequence.num_computed_tokens)
@@ -433,21 +435,21 @@ class Scheduler:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
 
-    def _guess(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
-        """The guesses that are computed together with what is planned; none without a speculator."""
-        if self._guessing is None:
+    def _propose(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
+        """The draft tokens that are computed together with what is planned; none without a speculator."""
+        if self._draft_planner is None:
             return {}
-        return self._guessing.guess(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
+        return self._draft_planner.propose(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
 
     def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
-        """Of a span's guesses, only those that came true count as computed."""
-        num_right = num_right_guesses(span, new_token_ids)
-        sequence.num_computed_tokens -= span.num_guessed - num_right
+        """Of a span's draft tokens, only those that came true count as computed."""
+        num_right = num_accepted_tokens(span, new_token_ids)
+        sequence.num_computed_tokens -= span.num_draft_tokens - num_right
         self.block_pool.shrink(sequence.block_tables, sequence.num_computed_tokens)
-        sequence.num_guessed_tokens += span.num_guessed
+        sequence.num_draft_tokens += span.num_draft_tokens
         sequence.num_accepted_tokens += num_right
-        self.count.guesses += 1
-        self.count.guessed_tokens += span.num_guessed
+        self.count.drafts += 1
+        self.count.draft_tokens += span.num_draft_tokens
         self.count.accepted_tokens += num_right
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
@@ -498,8 +500,8 @@ class Scheduler:
         changed = self.reuse.step_failed()
         self._land(plan)
         for span in plan.spans:
-            if span.num_guessed and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
-                self.block_pool.shrink(sequence.block_tables, span.end - span.num_guessed)
+            if span.num_draft_tokens and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
+                self.block_pool.shrink(sequence.block_tables, span.end - span.num_draft_tokens)
         for sequence in changed:
             if sequence.slot is not None:
                 self.reuse.start_over(sequence)

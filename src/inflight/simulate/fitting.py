@@ -109,7 +109,9 @@ def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
 
 def load_of(step: StepRecord) -> StepLoad:
     """Return the load of a recorded step."""
-    return StepLoad.of((span.start, span.length, int(span.kind != "chunk") + span.num_guessed) for span in step.spans)
+    return StepLoad.of(
+        (span.start, span.length, int(span.kind != "chunk") + span.num_draft_tokens) for span in step.spans
+    )
 
 
 def choose_knots(num_tokens: Sequence[int]) -> list[int]:

@@ -13,7 +13,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.engine.replicas.router import ReplicaSize, Router, Sent
 from inflight.observe.run_report import RunReport
-from inflight.simulate.guesses import GuessRate
+from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.simulated_engine import SimulatedEngine
 from inflight.simulate.simulator import in_order, report_of
@@ -28,19 +28,19 @@ def simulate_replicas(
     routing: str,
     *,
     model: ModelInfo | None = None,
-    guesses: GuessRate | None = None,
+    acceptance_rate: AcceptanceRate | None = None,
 ) -> RunReport:
     """Run requests to their ends on a virtual clock that begins at 0, prefill beside decodes bounded as in a server.
 
     Args:
         requests: in order of arrival; taken one by one as the clock advances.
-        config, cost, model, guesses: those of each engine; see `SimulatedEngine`.
+        config, cost, model, acceptance_rate: those of each engine; see `SimulatedEngine`.
         routing: see `Router`.
 
     Raises:
         ValueError: a request could never fit the cache, or arrives earlier than the request before it.
     """
-    fleet = _Fleet(config, cost, num_replicas, routing, model, guesses)
+    fleet = _Fleet(config, cost, num_replicas, routing, model, acceptance_rate)
     began = None
     for request in in_order(requests):
         began = request.arrival if began is None else began
@@ -70,14 +70,14 @@ class _Fleet:
         num_replicas: int,
         routing: str,
         model: ModelInfo | None,
-        guesses: GuessRate | None,
+        acceptance_rate: AcceptanceRate | None,
     ) -> None:
         self.engines = [
             SimulatedEngine(
                 config,
                 cost,
                 model,
-                guesses=guesses,
+                acceptance_rate=acceptance_rate,
                 limits_prefill=True,
                 on_first_token=partial(self._post, number, False),
                 on_end=partial(self._post, number, True),

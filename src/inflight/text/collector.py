@@ -139,7 +139,7 @@ class Collector:
             metrics.finished_time = now
         before, self._seen[news.index] = self._seen[news.index], news
         metrics.num_preemptions += news.num_preemptions - before.num_preemptions
-        metrics.num_guessed_tokens += news.num_guessed_tokens - before.num_guessed_tokens
+        metrics.num_draft_tokens += news.num_draft_tokens - before.num_draft_tokens
         metrics.num_accepted_tokens += news.num_accepted_tokens - before.num_accepted_tokens
         if news.index == 0:
             metrics.num_cached_tokens = news.num_cached_tokens

@@ -36,7 +36,7 @@ SOURCES = Path(__file__).parents[1]
 OF_THE_SCHEDULER = (
     *("verify", "max_num_seqs", "num_blocks", "kv_cache_memory", "adapter_memory", "max_num_waiting"),
     *("policy", "aging_steps", "background_tokens_per_step", "max_prefill_tokens_per_step", "enable_prefix_caching"),
-    *("prefix_cache_dir", "prefix_cache_size", "speculation", "draft_model", "max_guessed_tokens"),
+    *("prefix_cache_dir", "prefix_cache_size", "speculation", "draft_model", "max_draft_tokens"),
 )
 """Options that change nothing about how a model is prepared."""
 ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")

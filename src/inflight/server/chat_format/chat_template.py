@@ -38,7 +38,7 @@ class Thinking:
     Attributes:
         is_wanted: whether the model is to think; None: as its chat template has it.
         effort: how much, in the model's own words, such as "low"; None: as its chat template has it.
-        most_tokens: how many tokens a thought may have, where its marks are known; None: any number.
+        most_tokens: how many tokens reasoning may have, where its marks are known; None: any number.
         param: the request's field, for error messages.
     """
 
@@ -65,7 +65,7 @@ AS_THE_MODEL_WANTS = Thinking()
 
 def thinking_of(effort: str | None, param: str, budget: int | None) -> Thinking:
     """Return what OpenAI's word for an effort means ("none": the model is not to think), and vLLM's
-    `thinking_token_budget`: the most tokens of a thought; 0: the model is not to think."""
+    `thinking_token_budget`: the most tokens of reasoning; 0: the model is not to think."""
     if budget == 0:
         return Thinking(is_wanted=False, param="thinking_token_budget")
     if effort is None and budget is None:
@@ -156,7 +156,7 @@ def write_chat(
 
 
 def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
-    """Return the text. If the model is not to think, and its template cannot be told so, an empty thought follows."""
+    """Return the text. If the model is not to think, and its template cannot be told so, empty reasoning follows."""
     if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
         return written_chat(chat, tokenizer)
     template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
@@ -165,9 +165,9 @@ def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thi
         {**chat, "chat_template_kwargs": {**variables, **chat.get("chat_template_kwargs", {})}}, tokenizer
     )
     known = answer_template_of(tokenizer, template)
-    if variables or thinking.is_wanted is not False or known is None or not known.has_thoughts:
+    if variables or thinking.is_wanted is not False or known is None or not known.has_reasoning:
         return text
-    if (empty := known.empty_thought(text)) is None:
+    if (empty := known.empty_reasoning(text)) is None:
         message = f"{thinking.param} says that this model is not to think, and there is no way to tell it"
         raise ApiError(400, message, param=thinking.param, code="unsupported_value")
     return text + empty

@@ -15,9 +15,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.batches.batch import Batch
+from inflight.server.models.load_scheduler import State
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import Load, ModelPool
-from inflight.server.models.roster import State
 from inflight.server.operations.collectors import BatchMetrics, Together
 from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
 from inflight.server.operations.middleware import Middleware, model_of, run_watched

@@ -14,11 +14,11 @@ from inflight.execution.hf.source import model_source
 from inflight.host.machine import free_memory
 from inflight.server.models.app import create_models_app
 from inflight.server.models.live_page import add_live_pages
+from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.loading import LivePage, ModelLoad
 from inflight.server.models.memory import bytes_before_load, cache_limit
 from inflight.server.models.metrics import PoolMetrics
 from inflight.server.models.pool import ModelPool
-from inflight.server.models.roster import Roster
 from inflight.server.models.settings import PoolSettings
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
@@ -83,7 +83,7 @@ class ServedModels:
         max_bytes = free_memory() if models.max_loaded_memory is None else models.max_loaded_memory
         self.pool = ModelPool(
             {name: self.metrics.counted(name, load) for name, load in self._loads.items()},
-            Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
+            LoadScheduler(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
             adapters=models.adapters,
         )
         self.metrics.watch(self.pool)

@@ -10,10 +10,10 @@ from typing import Any
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, ReasoningBlock, TextBlock
 from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs
-from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
+from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_reasoning
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.chat import ChatAnswer, Events
 from inflight.server.serving.service import Service, WrittenChat
@@ -194,7 +194,7 @@ def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, score
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=_usage_of(output, answer.num_thought_tokens(read) or 0),
+        usage=_usage_of(output, answer.num_reasoning_tokens(read) or 0),
     )
 
 
@@ -207,14 +207,14 @@ def failed(answer: ResponseAnswer, error: ApiError) -> dict[str, Any]:
 
 def item_id(block: Block) -> str:
     """Return the id of the block's output item."""
-    prefix = {TextBlock: "msg", ThoughtBlock: "rs", CallBlock: "fc"}[type(block)]
+    prefix = {TextBlock: "msg", ReasoningBlock: "rs", CallBlock: "fc"}[type(block)]
     return f"{prefix}_{block.key}"
 
 
 def item(
     answer: ResponseAnswer, block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return a message, a thought or a tool call as an output item.
+    """Return a message, reasoning or a tool call as an output item.
 
     Args:
         token_logprobs: the log-probabilities of a message's tokens.
@@ -222,9 +222,9 @@ def item(
     head = {"id": item_id(block), "status": status}
     if isinstance(block, TextBlock):
         return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
-    if isinstance(block, ThoughtBlock):
-        encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (answer.body.include or ()) else {}
-        return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)], **encoded}
+    if isinstance(block, ReasoningBlock):
+        encoded = {"encrypted_content": encoded_reasoning(block.text)} if ENCODED in (answer.body.include or ()) else {}
+        return {**head, "type": "reasoning", "summary": [], "content": [reasoning_part(block.text)], **encoded}
     called = next((each for each in answer.body.functions if each.tool.function.name == block.name), None)
     names = (
         {"name": block.name} if called is None else called.model_dump(include={"name", "namespace"}, exclude_none=True)
@@ -237,16 +237,16 @@ def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, 
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs}
 
 
-def thought_part(text: str) -> dict[str, Any]:
-    """Return the content of a thought."""
+def reasoning_part(text: str) -> dict[str, Any]:
+    """Return the content of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 
 def message_of(block: Block) -> dict[str, Any]:
-    """Return a message, a thought or a tool call as templates expect it when the conversation continues."""
+    """Return a message, reasoning or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
-    if isinstance(block, ThoughtBlock):
+    if isinstance(block, ReasoningBlock):
         return {"role": "assistant", "content": "", "reasoning_content": block.text}
     call = call_for_template(block.call_id, block.name, block.arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -301,13 +301,13 @@ def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, A
     }
 
 
-def _usage_of(output: RequestOutput, num_thought_tokens: int) -> dict[str, Any]:
+def _usage_of(output: RequestOutput, num_reasoning_tokens: int) -> dict[str, Any]:
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": num_input + num_output,
     }
 
@@ -367,10 +367,10 @@ class ResponseEvents(Events):
         kind = "response.function_call_arguments.delta"
         if not isinstance(block, CallBlock):
             place["content_index"] = 0
-            is_thought = isinstance(block, ThoughtBlock)
-            begun_part = thought_part("") if is_thought else part("")
+            is_reasoning = isinstance(block, ReasoningBlock)
+            begun_part = reasoning_part("") if is_reasoning else part("")
             events += self._event("response.content_part.added", **place, part=begun_part)
-            kind = f"response.{'reasoning' if is_thought else 'output'}_text.delta"
+            kind = f"response.{'reasoning' if is_reasoning else 'output'}_text.delta"
         self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
         return events
 

@@ -95,12 +95,12 @@ class ChatAnswer(ABC, Generic[B]):
         """Return what divides one sequence's text."""
         return Blocks() if self.form is None else self.form.make_reader()
 
-    def num_thought_tokens(self, *answers: Blocks) -> int | None:
+    def num_reasoning_tokens(self, *answers: Blocks) -> int | None:
         """How many tokens the reasoning of these sequences has, which is encoded once more to count them; None: the
         model does not reason."""
         if self.form is None or self.tokenizer is None:
             return None
-        return sum(blocks.num_thought_tokens(self.tokenizer) for blocks in answers)
+        return sum(blocks.num_reasoning_tokens(self.tokenizer) for blocks in answers)
 
     @abstractmethod
     def whole(self, output: RequestOutput) -> bytes:

@@ -134,7 +134,7 @@ def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list
         speculation = llms[1].engine._speculation
         assert speculation is not None
         assert speculation._proposer is not None
-        speculation._proposer._runner.sampler = pupil
+        speculation._proposer._runner.sampler = pupil  # type: ignore[attr-defined]
     speeds: list[list[float]] = [[] for _ in llms]
     for round_number in range(num_rounds + 1):
         lessons = make(random.Random(f"{name}, round {round_number}"))

@@ -18,7 +18,7 @@ from inflight.contracts.watching import KVEvents
 from inflight.engine.cache_events import CacheEvents, Removed, Stored
 from inflight.engine.engine import Engine
 from inflight.engine.event_publisher import EventPublisher
-from inflight.scheduling.prefix_cache import Node
+from inflight.scheduling.prefix_cache import PrefixNode
 from tests import zoo
 from tests.coroutines import run
 
@@ -46,9 +46,9 @@ class Mirror:
         self.cached -= set(hashes)
 
 
-def prefix_of(node: Node) -> list[int]:
+def prefix_of(node: PrefixNode) -> list[int]:
     parent, token_bytes = node.key
-    return (prefix_of(parent) if isinstance(parent, Node) else []) + array("i", token_bytes).tolist()
+    return (prefix_of(parent) if isinstance(parent, PrefixNode) else []) + array("i", token_bytes).tolist()
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])

@@ -258,10 +258,10 @@ def test_nothing_is_drafted_where_rows_are_dear() -> None:
 
 def test_how_good_draft_tokens_were_is_found_in_the_steps() -> None:
     _, records = speculated(0.6)
-    rate = AcceptanceRate.of(records)
+    rate = AcceptanceRate.from_steps(records)
     assert rate is not None
     assert rate.acceptance == pytest.approx(0.6, abs=0.05)
-    assert AcceptanceRate.of(speculated(0.0)[1]) is None
+    assert AcceptanceRate.from_steps(speculated(0.0)[1]) is None
 
 
 def test_a_sequence_that_ends_in_the_middle_of_its_draft_tokens_keeps_its_length() -> None:
@@ -437,7 +437,7 @@ def test_the_features_of_a_step() -> None:
     plan = StepPlan(tuple(spans), ())
     expected = StepLoad(8, 3, 10 + 3 + 6 + 3 + 1, 10 + (1 + 2 + 3) + (5 + 6) + 3 + 1)
     assert load_of_plan(plan) == expected
-    assert StepLoad.of((span.start, span.length, span.num_logit_rows) for span in spans) == expected
+    assert StepLoad.from_spans((span.start, span.length, span.num_logit_rows) for span in spans) == expected
 
 
 def test_costs_are_interpolated_between_knots_and_extrapolated_beyond_them() -> None:

@@ -87,7 +87,7 @@ def random_groups(layout: GroupedLayout, shape: tuple[int, int], *, in_another_o
 
 
 def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight:
-    return GroupedWeight.of("test", [groups], dtype, is_stacked=False)
+    return GroupedWeight.from_groups("test", [groups], dtype, is_stacked=False)
 
 
 # ------------------------------------------------------------------------------------------- what they stand for
@@ -144,7 +144,7 @@ def test_inputs_may_lie_in_another_order(kind: type[GroupedLinear]) -> None:
 
 def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
     groups = [random_groups(LAYOUTS["a minimum"], (64, 96)) for _ in range(3)]
-    one, several = grouped(groups[0]), GroupedWeight.of("test", groups, torch.float32, is_stacked=True)
+    one, several = grouped(groups[0]), GroupedWeight.from_groups("test", groups, torch.float32, is_stacked=True)
     values, stacked = groups[0].values(), torch.stack([each.values() for each in groups])
     parameter = nn.Parameter(one, requires_grad=False)
     x = drawn(5, 96)

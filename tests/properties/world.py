@@ -12,7 +12,7 @@ import pytest
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Node, Parent, Root
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
@@ -65,7 +65,7 @@ class World:
         """Finished sequences that later prompts can begin with."""
         self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
         """For each ended request and index, the output and the finish reason."""
-        self.contents: dict[Node, tuple[Root, tuple[int, ...]]] = {}
+        self.contents: dict[PrefixNode, tuple[Root, tuple[int, ...]]] = {}
         """All tokens up to the end of a node's block."""
         self.reached: Counter[str] = Counter()
 
@@ -394,7 +394,7 @@ class World:
             token_ids = [*token_ids, *end.draft_token_ids]
         return [(i, token, is_long, each.request.cache_salt) for i, token in enumerate(token_ids)]
 
-    def known_nodes(self) -> set[Node]:
+    def known_nodes(self) -> set[PrefixNode]:
         return set(self.pool._prefix_cache._nodes.values())
 
     def content_of(self, parent: Parent) -> tuple[Root, tuple[int, ...]]:

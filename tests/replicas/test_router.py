@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inflight.contracts.config import ROUTINGS
-from inflight.engine.replicas.expectation import Expectation, Load
+from inflight.engine.replicas.expectation import Expectation, ReplicaLoad
 from inflight.engine.replicas.router import ReplicaSize, Router, Sent
 
 SIZE = ReplicaSize(num_slots=8, num_blocks=64, block_size=4)
@@ -135,10 +135,10 @@ def test_a_cache_that_shares_nothing_is_expected_to_have_nothing() -> None:
 def test_the_line_is_learned_on_machines_of_any_speed(scale: float) -> None:
     expectation, rng = Expectation(64), random.Random(1)
     for _ in range(300):
-        load = Load(rng.randrange(1, 4000), rng.randrange(40))
+        load = ReplicaLoad(rng.randrange(1, 4000), rng.randrange(40))
         seconds = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
         expectation.observe_first_token(load, seconds * rng.uniform(0.9, 1.1))
-    for load in (Load(10, 3), Load(2000, 0), Load(500, 30)):
+    for load in (ReplicaLoad(10, 3), ReplicaLoad(2000, 0), ReplicaLoad(500, 30)):
         exact = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
         assert expectation.seconds(load) == pytest.approx(exact, rel=0.1)
 
@@ -147,23 +147,23 @@ def test_what_is_expected_grows_with_load_whatever_was_seen() -> None:
     rng = random.Random(2)
     expectation = Expectation(8)
     for _ in range(200):
-        expectation.observe_first_token(Load(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
+        expectation.observe_first_token(ReplicaLoad(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
         expectation.observe_run(rng.expovariate(0.1))
-        here = expectation.seconds(Load(500, 4))
-        assert 0 <= here <= expectation.seconds(Load(600, 4)) <= expectation.seconds(Load(600, 5))
+        here = expectation.seconds(ReplicaLoad(500, 4))
+        assert 0 <= here <= expectation.seconds(ReplicaLoad(600, 4)) <= expectation.seconds(ReplicaLoad(600, 5))
 
 
 def test_beyond_the_slots_one_waits_for_others_ends() -> None:
     expectation = Expectation(4)
     expectation.observe_run(8.0)
-    assert expectation.seconds(Load(0, 4)) - expectation.seconds(Load(0, 3)) >= 2.0
+    assert expectation.seconds(ReplicaLoad(0, 4)) - expectation.seconds(ReplicaLoad(0, 3)) >= 2.0
 
 
 def test_a_stall_is_forgotten() -> None:
     expectation = Expectation(64)
     for number in range(100):
-        expectation.observe_first_token(Load(100, 0), 60.0 if number == 50 else 0.1)
-    assert expectation.seconds(Load(100, 0)) < 0.12
+        expectation.observe_first_token(ReplicaLoad(100, 0), 60.0 if number == 50 else 0.1)
+    assert expectation.seconds(ReplicaLoad(100, 0)) < 0.12
 
 
 # ------------------------------------------------------------------------------------------------- state
@@ -206,7 +206,7 @@ class Routing(RuleBasedStateMachine):
         for number, replica in enumerate(self.clock.router._replicas):
             here = [sent for sent in self.running if sent.replica == number]
             owed = sum(sent.num_owed for sent in here if not sent.has_begun)
-            assert replica.load == Load(owed, len(here))
+            assert replica.load == ReplicaLoad(owed, len(here))
             assert len(replica._blocks) <= 20
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
-from inflight.scheduling.prefix_cache import Node, Root, make_key
+from inflight.scheduling.prefix_cache import PrefixNode, Root, make_key
 
 
 def pool_of(num_blocks: int, block_size: int, *groups: CacheGroup) -> BlockPool:
@@ -25,7 +25,7 @@ def blocks(tables: BlockTables) -> list[int]:
     return list(tables[0])
 
 
-def remember(pool: BlockPool, token_ids: list[int], tables: BlockTables) -> Node:
+def remember(pool: BlockPool, token_ids: list[int], tables: BlockTables) -> PrefixNode:
     """Remember the blocks of a sequence that begins with these tokens."""
     node = pool.add(make_key(Root(), token_ids))
     for group, table in enumerate(tables):

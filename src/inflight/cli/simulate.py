@@ -90,8 +90,8 @@ def simulate(
     speculation = values.pop("speculation", "auto" if speculates_by_default else "off")
     config = replace(recorded_config, draft_model=None, speculation="off" if speculation == "off" else "auto", **values)
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
-    watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
-    acceptance_rate = AcceptanceRate.of(step for recording in learned_from for step in recording.steps)
+    watched = WatchedCost.fit(cost, learned_from) if step_cost is None else None
+    acceptance_rate = AcceptanceRate.from_steps(step for recording in learned_from for step in recording.steps)
     if acceptance is not None:
         acceptance_rate = AcceptanceRate(acceptance)
     if config.speculation == "off" or acceptance == 0:

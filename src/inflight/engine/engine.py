@@ -104,7 +104,7 @@ class Engine:
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
             weakref.finalize(self, self._store.end).atexit = False  # at the process's end the store waits itself
-        self.scheduler = Scheduler.of(
+        self.scheduler = Scheduler.from_config(
             config,
             info.num_blocks,
             info.recompute_beyond,

@@ -35,7 +35,7 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
     """What draft tokens, in words; or "off", and why although it is asked for."""
     if config.speculation == "off":
         return "off"
-    if (reason := Features.of(info).why_not(SPECULATION)) is not None:
+    if (reason := Features.from_info(info).why_not(SPECULATION)) is not None:
         return f"off: {reason}"
     draft = "the model's own MTP layer" if config.draft_model == MTP else "a draft model"
     if config.speculation == "draft":
@@ -67,7 +67,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
     if config.draft_model is None:
         return None
     info = model.info
-    Features.of(info).require(DRAFT_MODEL)
+    Features.from_info(info).require(DRAFT_MODEL)
     layout = DraftLayout(
         info.cache_groups.index(ALL_TOKENS),
         info.num_blocks,
@@ -101,7 +101,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         runner = ModelRunner(config.draft_model, draft_config)
     except ModelError as error:
         raise ModelError(f"draft_model: {error}") from error
-    Features.of(runner.info).require(SPECULATION)
+    Features.from_info(runner.info).require(SPECULATION)
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
         runner.make_cache_anew(num_groups * layout.num_draft_blocks)

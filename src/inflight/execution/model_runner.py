@@ -150,7 +150,7 @@ class ModelRunner:
     def fingerprint(self) -> bytes:
         """Of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps no blocks
         on a CPU."""
-        Features.of(self.info).require(PREFIX_STORE)
+        Features.from_info(self.info).require(PREFIX_STORE)
         assert self._weights_digest is not None
         return fingerprint(self.model, self.require_packed(), self.config, self.info.num_blocks, self._weights_digest)
 

@@ -66,7 +66,7 @@ class Pace:
     prompt_token: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, num_slots: int, num_prompt_tokens: int) -> Self:
+    def measure(cls, model: PreTrainedModel, num_slots: int, num_prompt_tokens: int) -> Self:
         """Measure it, with prompts of `num_prompt_tokens` tokens."""
         prompt = _seconds_of(model, 1, num_prompt_tokens)
         return cls(SPARE * _seconds_of(model, num_slots, 1), SPARE * prompt / num_prompt_tokens)

@@ -92,7 +92,7 @@ def size_for(
 ) -> tuple[int, int, float]:
     """Rounds and requests, as asked or else the best that take no longer than `max_seconds`, and the seconds that they
     take: estimated from how long a wave's step and a prompt take here."""
-    pace = Pace.of(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
+    pace = Pace.measure(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
 
     def seconds(rounds: int, requests: int) -> float:
         rungs = pace.seconds(long_and_short_requests(requests, 1), NUM_SLOTS)

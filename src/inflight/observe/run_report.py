@@ -25,7 +25,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, values: "array[float]") -> "Percentiles":
+    def from_values(cls, values: "array[float]") -> "Percentiles":
         """Return the percentiles of `values`; zeros if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0)
@@ -181,9 +181,9 @@ class RunLog:
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             seconds=seconds,
-            time_to_first_token=Percentiles.of(self.first_token),
-            time_per_output_token=Percentiles.of(self.per_token),
-            latency=Percentiles.of(self.latency),
+            time_to_first_token=Percentiles.from_values(self.first_token),
+            time_per_output_token=Percentiles.from_values(self.per_token),
+            latency=Percentiles.from_values(self.latency),
             num_preemptions=num_preemptions,
             occupancy=self.occupancy,
             mean_blocks_used=self.seconds_of_blocks / self.seconds_of_steps if self.seconds_of_steps else 0.0,

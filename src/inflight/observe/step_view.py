@@ -49,7 +49,7 @@ class SpanView:
     @property
     def letter(self) -> str:
         """The sequence's name."""
-        return letters(self.number)
+        return sequence_label(self.number)
 
     @property
     def colour(self) -> str:
@@ -140,7 +140,7 @@ class StepView:
         decodes = f"the decode{'s' if len(decoding) > 1 else ''} of {_listed(decoding)}"
         beside = f", and its tokens share this row with {decodes}" if decoding else ""
         return "\n".join(
-            f"{span.letter} takes slot {span.slot}, which {letters(span.predecessor)} has left{beside}"
+            f"{span.letter} takes slot {span.slot}, which {sequence_label(span.predecessor)} has left{beside}"
             for span in self.spans
             if span.predecessor is not None
         )
@@ -217,10 +217,10 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
-def letters(number: int) -> str:
+def sequence_label(number: int) -> str:
     """Return the name of sequence `number`: A to Z, then AA, AB, …, like spreadsheet columns."""
     rest, last = divmod(number, 26)
-    return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
+    return (sequence_label(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}

@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.contracts.plan import NO_BLOCK, BlockTable
-from inflight.scheduling.prefix_cache import CacheWatch, Key, Node, PrefixCache
+from inflight.scheduling.prefix_cache import CacheWatch, Key, PrefixCache, PrefixNode
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]
 """The blocks of one sequence in each cache group; all tables are equally long."""
@@ -162,19 +162,19 @@ class BlockPool:
         """Report what can be found from now on."""
         self._prefix_cache.watch = watch
 
-    def find(self, key: Key) -> Node | None:
+    def find(self, key: Key) -> PrefixNode | None:
         """The prefix cache's node of this key, if there is one."""
         return self._prefix_cache.find(key)
 
-    def node_of(self, block: int) -> Node | None:
+    def node_of(self, block: int) -> PrefixNode | None:
         """The node whose content a block holds, if it can be found."""
         return self._prefix_cache.node_of(block)
 
-    def add(self, key: Key) -> Node:
+    def add(self, key: Key) -> PrefixNode:
         """Make a node for a new key; `remember` gives it its blocks."""
         return self._prefix_cache.add(key)
 
-    def remember(self, node: Node, group: int, block: int) -> None:
+    def remember(self, node: PrefixNode, group: int, block: int) -> None:
         """Let the content of a used block be found from now on; the node must have no block in this group yet."""
         self._prefix_cache.put(node, group, block)
 

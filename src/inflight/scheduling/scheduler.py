@@ -145,7 +145,7 @@ class Scheduler:
         self._released_at_commit: list[Sequence] = []
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: EngineConfig,
         num_blocks: int,
@@ -325,7 +325,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End all unfinished sequences of a request with "abort", and return them; none if the request is unknown."""
-        sequences = self.sequences.of(request_id)
+        sequences = self.sequences.for_request(request_id)
         for sequence in sequences:
             self.finish(sequence.sequence_id, "abort")
         return sequences

@@ -183,6 +183,6 @@ class Sequences:
             if is_running and other.request is request and other.root == sequence.root:
                 yield other
 
-    def of(self, request_id: str) -> list[Sequence]:
+    def for_request(self, request_id: str) -> list[Sequence]:
         """A request's unfinished sequences; none if it is unknown."""
         return list(self.of_request.get(request_id, {}).values())

@@ -30,7 +30,7 @@ class AcceptanceRate:
     share: float = 1.0
 
     @classmethod
-    def of(cls, steps: Iterable[StepRecord]) -> "AcceptanceRate | None":
+    def from_steps(cls, steps: Iterable[StepRecord]) -> "AcceptanceRate | None":
         """Those of recorded steps; None: they have no draft tokens."""
         decodes = [span for step in steps for span in step.spans if span.kind == "decode"]
         drafts = [span for span in decodes if span.num_draft_tokens]

@@ -76,7 +76,7 @@ class SimulatedEngine:
         self._speculation = None if acceptance_rate is None else self._speculate(acceptance_rate, config)
         groups = (ALL_TOKENS,) if model is None else model.cache_groups
         layout = CacheLayout(config.block_size, groups, config.max_num_batched_tokens)
-        self.scheduler = Scheduler.of(
+        self.scheduler = Scheduler.from_config(
             config,
             enough_blocks(config, layout),
             None if model is None else model.recompute_beyond,
@@ -201,11 +201,11 @@ def _sampled(span: Span) -> list[int]:
 
 
 def load_of_plan(plan: StepPlan) -> StepLoad:
-    """Return the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
+    """Return the load of a planned step. (Called very often, so it inlines `StepLoad.from_spans` for decodes.)"""
     decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
     others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
     num_keys = sum(decodes) + len(decodes)
-    rest = StepLoad.of(others)
+    rest = StepLoad.from_spans(others)
     return StepLoad(
         rest.num_tokens + len(decodes),
         rest.num_logit_rows + len(decodes),

@@ -33,7 +33,7 @@ BEGINNING, END = -2, -3
 the start."""
 
 
-class Record:
+class SuffixOutcomes:
     """How often draft tokens were right, by the length of the suffix that they follow; old outcomes fade."""
 
     def __init__(self, memory: float) -> None:
@@ -61,7 +61,7 @@ class Followed:
     automaton: SuffixAutomaton
     cache_salt: str | None
     num_prompt_tokens: int
-    record: Record
+    record: SuffixOutcomes
     prediction: Cursor | None = None
     cursors: list[Cursor] = field(default_factory=list)
     proposed: list[int] = field(default_factory=list)
@@ -98,7 +98,7 @@ class Lookup:
     def __init__(self) -> None:
         self._followed: dict[int, Followed] = {}
         self._recent: dict[str | None, RecentOutputs] = {}
-        self._record = Record(MEMORY)
+        self._record = SuffixOutcomes(MEMORY)
 
     def propose(self, candidate: Candidate) -> DraftTokens:
         """What followed the longest known suffix before."""
@@ -135,7 +135,7 @@ class Lookup:
             SuffixAutomaton(),
             candidate.cache_salt,
             candidate.num_prompt_tokens,
-            Record(SEQUENCE_MEMORY),
+            SuffixOutcomes(SEQUENCE_MEMORY),
             _beginning_of(candidate.predicted_ids) if candidate.predicted_ids else None,
         )
         self._followed[candidate.sequence_id] = followed

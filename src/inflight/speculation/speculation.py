@@ -37,7 +37,7 @@ MOST_CREDIT = 0.1
 """How many seconds drafting may take at most until it has to save some again."""
 
 
-class Step(NamedTuple):
+class PlannedStep(NamedTuple):
     """A step without draft tokens: its tokens, how many sequences it gives one, and how many tokens may be added."""
 
     num_tokens: int
@@ -87,7 +87,7 @@ class Speculation:
         """The draft tokens of each candidate that are worth their rows; see `Speculator`."""
         if not self.times.knows(num_tokens) or self._num_with_drafts >= self._most_with_drafts:
             return [()] * len(candidates)
-        step = Step(num_tokens, num_sequences, budget)
+        step = PlannedStep(num_tokens, num_sequences, budget)
         start = self._clock()
         drafts = [self._propose(each) if self._credit > 0 else NO_DRAFT for each in candidates]
         places, rate = self._best(drafts, step)
@@ -143,7 +143,7 @@ class Speculation:
         useful = list(takewhile(lambda each: each not in stop_token_ids, draft.token_ids))
         return DraftTokens(useful, draft.chances[: len(useful)])
 
-    def _best(self, drafts: Sequence[DraftTokens], step: Step) -> tuple[list[int], float]:
+    def _best(self, drafts: Sequence[DraftTokens], step: PlannedStep) -> tuple[list[int], float]:
         """The draft tokens that make the most tokens a second, each as its draft's place; and how many that is."""
         without = self.times.seconds(step.num_tokens)
         if without is None:
@@ -165,7 +165,7 @@ class Speculation:
         proposer: DraftModelProposer,
         candidates: Sequence[Candidate],
         drafts: list[DraftTokens],
-        step: Step,
+        step: PlannedStep,
         rate: float,
     ) -> bool:
         """Replace drafts by a draft model's where that makes more than `rate` tokens a second; return whether any."""

@@ -18,7 +18,7 @@ TRUST = 0.05
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """What a replica has to do when a request comes to it.
 
     Attributes:
@@ -47,14 +47,14 @@ class Expectation:
         self._squares = np.zeros((3, 3))  # normal equations
         self._targets = np.zeros(3)
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: ReplicaLoad) -> float:
         """What is expected for a request whose own tokens are among those that are owed."""
         offset, per_token, per_sequence = self._line.tolist()
         beyond = max(0, load.num_running + 1 - self._num_slots)
         waiting = beyond * self._seconds_of_run / self._num_slots
         return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
 
-    def observe_first_token(self, load: Load, seconds: float) -> None:
+    def observe_first_token(self, load: ReplicaLoad, seconds: float) -> None:
         """Learn from a request that met this load and got its first token after `seconds`."""
         if load.num_running >= self._num_slots:
             return

@@ -40,7 +40,7 @@ class RequestNames:
                 old_session, old_address = self._ended.popleft()
                 self._names.get(old_session, {}).pop(old_address, None)
 
-    def of(self, session: Session) -> dict[str, str]:
+    def for_session(self, session: Session) -> dict[str, str]:
         """The names of a session's requests, by address."""
         return self._names.get(session, {})
 
@@ -72,7 +72,7 @@ async def looks(
             seen: dict[int, LiveState] = {}
             for number, session in running.items():
                 if asked[session].done() and asked[session].exception() is None:
-                    seen[number] = asked[session].result().renamed(names.of(session))
+                    seen[number] = asked[session].result().renamed(names.for_session(session))
             asked = {session: task for session, task in asked.items() if not task.done()}
             yield seen
             await asyncio.sleep(next_look - loop.time())

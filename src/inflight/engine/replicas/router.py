@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from inflight.engine.replicas.expectation import Expectation, Load
+from inflight.engine.replicas.expectation import Expectation, ReplicaLoad
 
 NUM_DRAWN = 2
 
@@ -49,7 +49,7 @@ class Sent:
 
     replica: int
     num_owed: int
-    load: Load
+    load: ReplicaLoad
     time: float
     num_sequences: int = 1
     in_background: bool = False
@@ -65,19 +65,19 @@ class _Replica:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.load = Load()
-        self.background = Load()
+        self.load = ReplicaLoad()
+        self.background = ReplicaLoad()
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def load_before(self, in_background: bool) -> Load:
+    def load_before(self, in_background: bool) -> ReplicaLoad:
         """What a request has to wait for."""
         if not in_background:
             return self.load
         num_owed = self.load.num_owed + self.background.num_owed
-        return Load(num_owed, self.load.num_running + self.background.num_running)
+        return ReplicaLoad(num_owed, self.load.num_running + self.background.num_running)
 
-    def load_of(self, sent: Sent) -> Load:
+    def load_of(self, sent: Sent) -> ReplicaLoad:
         """The load that a request is part of."""
         return self.background if sent.in_background else self.load
 
@@ -131,7 +131,7 @@ class Router:
         num_owed = self._num_owed(replica, len(token_ids), blocks)
         replica.keep(blocks)
         met = replica.load_before(in_background)
-        load = Load(met.num_owed + num_owed, met.num_running)
+        load = ReplicaLoad(met.num_owed + num_owed, met.num_running)
         sent = Sent(number, num_owed, load, now, num_sequences, in_background)
         mine = replica.load_of(sent)
         mine.num_owed += num_owed
@@ -185,7 +185,7 @@ class Router:
             replica = self._replicas[number]
             met = replica.load_before(in_background)
             num_owed = met.num_owed + self._num_owed(replica, num_tokens, blocks)
-            return self._expectation.seconds(Load(num_owed, met.num_running))
+            return self._expectation.seconds(ReplicaLoad(num_owed, met.num_running))
 
         return min(candidates, key=expected)
 

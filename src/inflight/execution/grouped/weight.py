@@ -224,7 +224,9 @@ class GroupedWeight(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def of(cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool) -> "GroupedWeight":
+    def from_groups(
+        cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool
+    ) -> "GroupedWeight":
         """From the groups of one matrix, or of one for each expert, all of the same sizes."""
         packed = [each.packed() for each in matrices]
         shape = matrices[0].numbers.shape

@@ -227,7 +227,7 @@ class _Search:
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
         with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
-            return PlainModel.of(self._model).with_effect()
+            return PlainModel.run(self._model).with_effect()
 
     def _first_exact(
         self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]

@@ -180,7 +180,7 @@ def prepare_own_attention(
         return known
     mode, linear_calls = result.mode, None
     with as_model_error(f"{type(model).__name__} does not run as {mode}: "):
-        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
+        plain = PlainModel.run(model, IN_SHORT if is_large else PROOF).with_noise()
         if result.is_generated:
             plain = plain.as_generated()
         error = _compare(mode, plain)

@@ -33,7 +33,7 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.counting import FROM_ZERO
-from inflight.execution.executors.packed import MIN_ROWS
+from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
@@ -243,7 +243,7 @@ class PackedProof:
         self._attention = PlainAttention(self._find_calls())
         use_attention(model, "eager")
         with self._attention.recording(len(workload.lengths)):
-            self.plain = PlainModel.of(model, workload, together=workload is IN_SHORT)
+            self.plain = PlainModel.run(model, workload, together=workload is IN_SHORT)
         self.counting = FROM_ZERO
         if gives_states(model):
             self.counting = whole_texts.counting_of(self.plain)
@@ -356,9 +356,9 @@ def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]
     router, or experts that the model runs in a way of its own, do with the numbers of a single row."""
     if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
         yield 1, RouterRows.IN_A_BATCH
-    yield MIN_ROWS, RouterRows.AS_GIVEN
+    yield MIN_PACKED_ROWS, RouterRows.AS_GIVEN
     if has_routers(model):
-        yield MIN_ROWS, RouterRows.IN_STEPS
+        yield MIN_PACKED_ROWS, RouterRows.IN_STEPS
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:

@@ -140,7 +140,7 @@ class PlainModel:
     is_generated: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF, *, together: bool = False) -> "PlainModel":
+    def run(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF, *, together: bool = False) -> "PlainModel":
         """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite.
 
         Args:

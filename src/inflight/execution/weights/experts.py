@@ -18,7 +18,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from inflight.execution.kernels import delete_with
 from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.layers import MIN_ROWS, STEP
+from inflight.execution.weights.layers import MIN_INVARIANT_ROWS, STEP
 from inflight.execution.weights.linear_calls import ACTIVATIONS, OwnForward
 from inflight.execution.weights.linears import LetGo
 from inflight.execution.weights.panels import PanelLinear
@@ -102,8 +102,8 @@ class PrepackedExperts:
     def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert on rows `[n, hidden]`; returns `[n, hidden]`."""
         num_rows = len(rows)
-        if num_rows < MIN_ROWS:
-            rows = rows.expand(MIN_ROWS, -1)
+        if num_rows < MIN_INVARIANT_ROWS:
+            rows = rows.expand(MIN_INVARIANT_ROWS, -1)
         projected = self.down[expert](_between(module, self.up[expert](rows)))
         if module.has_post_expert_norm:
             projected = module.post_expert_norm(projected)
@@ -162,7 +162,7 @@ def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN,
             config._experts_implementation_internal = "inflight"
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 3 and _has_experts(module, len(parameter)):
-                module._parameters[name] = CaughtMatrices.of(parameter)
+                module._parameters[name] = CaughtMatrices.from_weights(parameter)
 
 
 def prepack_routers(model: PreTrainedModel) -> None:
@@ -177,7 +177,7 @@ def prepack_routers(model: PreTrainedModel) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-            module._parameters["weight"] = CaughtMatrix.of(weight)
+            module._parameters["weight"] = CaughtMatrix.from_weight(weight)
 
 
 def _has_experts(module: nn.Module, number: int) -> bool:
@@ -204,7 +204,7 @@ class RouterRows(Enum):
     """With how many rows a router runs that is given some."""
 
     AS_GIVEN = "as given"
-    IN_A_BATCH = "in company"
+    IN_A_BATCH = "in a batch"
     """With a few more, so that a single row is computed like one of several."""
     IN_STEPS = "in steps"
     """With a multiple of `STEP`: some routers compute with the numbers of the experts that they have chosen, and torch

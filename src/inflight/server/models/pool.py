@@ -30,7 +30,7 @@ M = TypeVar("M", bound=InMemory)
 M_co = TypeVar("M_co", bound=InMemory, covariant=True)
 
 
-class Load(Protocol[M_co]):
+class ModelLoader(Protocol[M_co]):
     """Loads a model as the block begins, and unloads it as it ends."""
 
     def __call__(self, lose: Callable[[Exception], None]) -> AbstractAsyncContextManager[M_co]:
@@ -101,7 +101,7 @@ class ModelPool(Generic[M]):
 
     def __init__(
         self,
-        loads: Mapping[str, Load[M]],
+        loads: Mapping[str, ModelLoader[M]],
         scheduler: LoadScheduler,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,

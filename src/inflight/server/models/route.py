@@ -149,7 +149,7 @@ class _EarlyStream:
 
 
 def _answer_to(error: ApiError | ModelError) -> ApiError:
-    answer = ApiError.of(error)
+    answer = ApiError.from_exception(error)
     if isinstance(error, UnavailableError):
         answer.headers["Retry-After"] = str(math.ceil(error.seconds))
     return answer
@@ -193,7 +193,7 @@ class PoolAnswerer:
         except ApiError as error:
             return error.status, OPENAI_ERRORS.body(error, {})
         except ModelError as error:
-            answer = ApiError.of(error)
+            answer = ApiError.from_exception(error)
             return answer.status if isinstance(error, UnavailableError) else FAILED, OPENAI_ERRORS.body(answer, {})
 
 

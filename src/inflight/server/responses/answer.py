@@ -26,7 +26,7 @@ SHARE_FOR_OUTPUT = 4
 free."""
 
 
-class Scores:
+class OutputLogprobs:
     """The log-probabilities of the tokens of an answer's texts. A token belongs to the text that grows when, at the
     latest, the token's own text is certain.
 
@@ -158,9 +158,9 @@ def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenCha
         return None
 
 
-def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, Scores]:
+def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
     """Divide a whole answer into blocks: token by token, if log-probabilities are wanted."""
-    blocks, scores, (completion,) = answer.new_blocks(), Scores(), output.outputs
+    blocks, scores, (completion,) = answer.new_blocks(), OutputLogprobs(), output.outputs
     if answer.body.num_logprobs is None or answer.tokenizer is None:
         blocks.feed(completion.text, is_last=True)
         return blocks, scores
@@ -181,7 +181,7 @@ def running(answer: ResponseAnswer) -> dict[str, Any]:
     return _response(answer, "in_progress")
 
 
-def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: Scores) -> dict[str, Any]:
+def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: OutputLogprobs) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut, blocks = completion.finish_reason == "length", read.blocks
@@ -316,7 +316,7 @@ class ResponseEvents(Events):
     """Writes the events of one response, in the order that OpenAI's clients expect. A token costs little to encode."""
 
     def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), Scores()
+        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), OutputLogprobs()
         self._number = 0
         self._has_logprobs = True  # whether the latest item may have some
         self._head = b""  # what each delta event of the latest item begins with

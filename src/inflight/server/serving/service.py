@@ -116,7 +116,7 @@ class Service:
             if self.llm.is_ready():
                 return
         except (EngineDeadError, ModelError) as error:
-            raise ApiError.of(error) from error
+            raise ApiError.from_exception(error) from error
         raise ApiError(503, "the engine is loading", code="engine_loading", headers={"Retry-After": "1"})
 
     async def cards(self) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ class EventStream(Response):
         except Exception as error:
             if not line.has_begun:
                 raise
-            api_error = ApiError.of(error)
+            api_error = ApiError.from_exception(error)
             if api_error.code == "internal_error":
                 logger.exception("a stream could not be finished")
             last_event = self._error_event(api_error) or _event_of(api_error, scope)

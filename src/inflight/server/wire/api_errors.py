@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @classmethod
-    def of(cls, error: Exception) -> "ApiError":
+    def from_exception(cls, error: Exception) -> "ApiError":
         """Return the answer to a request that ended in `error`."""
         wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         match error:
@@ -171,7 +171,7 @@ def _api_error(request: Request, error: Exception) -> ApiError:
         given = request.headers.get("content-type")
         message = f"the content type is {given!r}; the body must be JSON, and say so with application/json"
         return ApiError(415, message, code="unsupported_media_type")
-    return ApiError.of(error)
+    return ApiError.from_exception(error)
 
 
 def _is_about_objects(error: Any) -> bool:

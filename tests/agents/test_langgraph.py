@@ -72,11 +72,11 @@ def run(agent: Any, stream: bool, asked: Any = QUESTION) -> tuple[list[Any], str
     if not stream:
         return agent.invoke(begin)["messages"], ""
     messages, text = [], ""
-    for mode, news in agent.stream(begin, stream_mode=["values", "messages"]):
+    for mode, update in agent.stream(begin, stream_mode=["values", "messages"]):
         if mode == "values":
-            messages = news["messages"]
-        elif news[0].type == "AIMessageChunk":
-            text += news[0].text
+            messages = update["messages"]
+        elif update[0].type == "AIMessageChunk":
+            text += update[0].text
     return messages, text
 
 

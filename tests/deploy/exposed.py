@@ -15,7 +15,7 @@ from inflight import SamplingParams
 from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.metrics import Loads
 from inflight.server.models.pool import InMemory, ModelPool
-from inflight.server.operations.collectors import Together
+from inflight.server.operations.collectors import MergedCollector
 from inflight.server.operations.metrics import PROCESS, Metrics
 from tests.deploy.promql import Exposed
 from tests.server.operations.serving import client_of
@@ -46,7 +46,7 @@ async def _metrics() -> Exposed:
     pool: ModelPool[InMemory] = ModelPool({"tiny": _load}, LoadScheduler({"tiny": 1}, 1))
     with pool.use("tiny") as use:
         await use.model()
-    text = generate_latest(Together([PROCESS, metrics.registry, Loads(pool)])).decode()
+    text = generate_latest(MergedCollector([PROCESS, metrics.registry, Loads(pool)])).decode()
     await pool.close()
     return Exposed(text)
 

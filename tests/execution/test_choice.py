@@ -120,8 +120,8 @@ def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch
     num_interrupts = 0
     while engine.has_unfinished_requests:
         try:
-            for news in engine.step():
-                outputs[news.request_id] += news.new_token_ids
+            for output in engine.step():
+                outputs[output.request_id] += output.new_token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
     assert num_interrupts > 5

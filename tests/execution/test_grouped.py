@@ -24,7 +24,7 @@ from inflight.execution.kernels import has_panels
 from inflight.execution.preparation import prepare as preparation
 from inflight.execution.preparation.prepare import prepare
 from inflight.execution.weights.formats import PLAIN, find_format
-from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, supports_int8_activations
 from inflight.execution.weights.int8_linear import int8_layer
 from inflight.execution.weights.rounded_model import round_weights
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
@@ -259,7 +259,7 @@ def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_the_fast_arithmetic_computes_what_its_definition_says(
     layout: GroupedLayout, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    if not multiplies_whole_numbers():
+    if not supports_int8_activations():
         pytest.skip("this CPU does not multiply whole numbers")
     groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
     layer = GroupedLinear(grouped(groups, dtype), bias)

@@ -47,13 +47,13 @@ class CacheEvents:
         groups = pool.layout.groups
         self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
         self._hashes: dict[PrefixNode, int] = {}  # of the blocks that were told of
-        self._news: list[Stored | Removed] = []
+        self._events: list[Stored | Removed] = []
         pool.watch(self)
 
     def take(self) -> list[Stored | Removed]:
         """What has happened since the last time, in order."""
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
     def stored(self, node: PrefixNode, group: int) -> None:
         """A node has a block in a group."""
@@ -63,24 +63,24 @@ class CacheEvents:
         parent = self._hash(before) if isinstance(before, PrefixNode) else None
         number = self._hashes[node] = self._hash(node)
         token_ids = array("i", token_bytes).tolist()
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and parent is not None and last.hashes[-1] == parent:
             last.hashes.append(number)
             last.token_ids += token_ids
         else:
             root = _root(node)
-            self._news.append(Stored([number], parent, token_ids, root.cache_salt, root.adapter))
+            self._events.append(Stored([number], parent, token_ids, root.cache_salt, root.adapter))
 
     def removed(self, node: PrefixNode, group: int) -> None:
         """A node has no block in a group any more."""
         if group != self._group:
             return
         number = self._hashes.pop(node)
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Removed):
             last.hashes.append(number)
         else:
-            self._news.append(Removed([number]))
+            self._events.append(Removed([number]))
 
     def _hash(self, parent: Parent) -> int:
         unknown: list[PrefixNode] = []

@@ -46,7 +46,7 @@ from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
-from inflight.engine.reporting import News, Reporter
+from inflight.engine.reporting import Reporter, SequenceUpdate
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.adapters import AdapterCheckpoint, Adapters
@@ -381,7 +381,7 @@ class Engine:
             given = error
         if isinstance(given, Exception):
             failed = self.scheduler.fail(plan)
-            self._reporter.add(News(sequence, [], error=repr(given)) for sequence in failed)
+            self._reporter.add(SequenceUpdate(sequence, [], error=repr(given)) for sequence in failed)
             return
         of_sequence = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
@@ -397,8 +397,8 @@ class Engine:
                 errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
         for step in progress:  # one that fails after accepted draft tokens has both tokens and an error
             own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
-            self._reporter.add([News(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
-        self._reporter.add(News(sequence, [], error=error) for sequence, error in errors.items())
+            self._reporter.add([SequenceUpdate(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
+        self._reporter.add(SequenceUpdate(sequence, [], error=error) for sequence, error in errors.items())
 
     def _output_of(self, sequence_id: int) -> list[int]:
         sequence = self.scheduler.running(sequence_id)
@@ -419,7 +419,7 @@ class Engine:
         if accepted is not None and accepted.deadline is not None and accepted.deadline <= now:
             aborted = self.scheduler.abort(request_id)
             error = "the request's deadline has passed"
-            self._reporter.add([News(sequence, [], error=error) for sequence in aborted])
+            self._reporter.add([SequenceUpdate(sequence, [], error=error) for sequence in aborted])
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
         """Learn the cost of draft tokens from the time of this step; and bound the prefill of coming steps, unless its

@@ -24,7 +24,7 @@ def speculation_of(
 
     Args:
         grammars: gives the grammars of the engine's sequences, once there are any.
-        drafting: the draft model, if there is one.
+        proposer: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation in ("auto", "lookup") else None
     asked = (lambda: None) if config.speculation == "draft" else grammars
@@ -104,7 +104,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
     Features.from_info(runner.info).require(SPECULATION)
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
-        runner.make_cache_anew(num_groups * layout.num_draft_blocks)
+        runner.recreate_cache(num_groups * layout.num_draft_blocks)
     max_len = int(min(max_len, runner.info.max_model_len, runner.info.recompute_beyond or inf))
     return DraftModelProposer(runner, layout, num_groups, config.max_num_batched_tokens, max_len, info.vocab_size)
 

@@ -119,7 +119,7 @@ class ModelRunner:
             batch = self._pooler.with_types(batch)
         return batch, self.executor.forward(batch)
 
-    def make_cache_anew(self, num_blocks: int) -> None:
+    def recreate_cache(self, num_blocks: int) -> None:
         """Let the cache have `num_blocks`, before anything has run. Raises `ModelError` if it does not run packed."""
         executor = self.require_packed()
         executor.run_eagerly()

@@ -89,7 +89,7 @@ class GrammarCompiler:
             try:
                 return self._given(output)
             finally:
-                self._let_go()
+                self._release()
 
     def _given(self, output: StructuredOutput) -> GrammarMatcher:
         self._kept.move_to_end(output)
@@ -117,7 +117,7 @@ class GrammarCompiler:
                 self._late.append(thread)
             raise InvalidRequestError(f"structured output takes more than {MAX_SECONDS:g} s to compile") from None
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         while len(self._kept) > MAX_KEPT or sum(each.num_characters for each in self._kept) > MAX_KEPT_CHARACTERS:
             self._kept.popitem(last=False)
 

@@ -36,7 +36,7 @@ class RowMasks:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _TrackedSequence:
     """A sequence's matcher, and how many output tokens it has accepted."""
 
     matcher: GrammarMatcher
@@ -62,7 +62,7 @@ class Constraints:
         if tokenizer is not None:
             self._compiler = GrammarCompiler(tokenizer, model_info.vocab_size, model_info.eos_token_ids)
         self._model_info = model_info
-        self._matchers: dict[int, _Followed] = {}
+        self._matchers: dict[int, _TrackedSequence] = {}
         self._pending: MaskHandle | None = None
         self._sequence_ids: list[int] = []  # the sequence of each of the pending masks
 
@@ -93,7 +93,7 @@ class Constraints:
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
         """Constrain a sequence from its first token on; do nothing if it is already constrained."""
         if sequence_id not in self._matchers:
-            self._matchers[sequence_id] = _Followed(matcher.clone())
+            self._matchers[sequence_id] = _TrackedSequence(matcher.clone())
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         """Drop the matchers of sequences that have ended.

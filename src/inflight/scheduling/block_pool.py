@@ -100,7 +100,7 @@ class BlockPool:
         Args:
             blocks: for each group, the blocks that follow the table's last.
         """
-        self.let_go(tables, num_tokens)
+        self.release_before(tables, num_tokens)
         for group, table, added in zip(self.layout.groups, tables, blocks, strict=True):
             num_unseen = group.first_visible(num_tokens) // self.block_size - len(table)
             for number, block in enumerate(added):
@@ -110,7 +110,7 @@ class BlockPool:
                     self._hold(block)
                     table.append(block)
 
-    def let_go(self, tables: BlockTables, position: int) -> None:
+    def release_before(self, tables: BlockTables, position: int) -> None:
         """Give up the blocks that no query at this position or after it can see."""
         for group, table in zip(self.layout.groups, tables, strict=True):
             index = min(group.first_visible(position) // self.block_size, len(table)) - 1

@@ -92,7 +92,7 @@ class Persistence:
         if not pool.grow(tables, num_tokens):
             pool.release(tables)
             return False
-        pool.let_go(tables, num_tokens)
+        pool.release_before(tables, num_tokens)
         blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
         restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
         self._restorations.append(restoration)

@@ -27,7 +27,7 @@ def make_plan(
     spans = tuple([_span(sequence, length, drafts.get(sequence, ())) for sequence, length in lengths.items()])
     pairs = zip(spans, lengths, strict=True)
     assignments = tuple(
-        [_assignment(span.slot, each) for span, each in pairs if slots.is_news(span.slot, each.sequence_id)]
+        [_assignment(span.slot, each) for span, each in pairs if slots.is_new(span.slot, each.sequence_id)]
     )
     tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in range(num_groups))
     return StepPlan(spans, tables, tuple(copies), slots.take_released(), assignments)

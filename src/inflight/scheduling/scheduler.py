@@ -273,7 +273,7 @@ class Scheduler:
         The caller ends a sequence for which no token could be chosen with `finish`; otherwise it would wait for ever.
         Tokens of sequences that were finished or aborted while the step was in flight are dropped.
         """
-        self._land(plan)
+        self._release_step(plan)
         progress, beyond = [], self.limits.recompute_beyond
         for span, sampled in zip(plan.spans, tokens, strict=True):
             sequence = self.sequences.running.get(span.sequence_id)
@@ -299,12 +299,12 @@ class Scheduler:
     def discard(self) -> None:
         """Give up the step in flight, if there is one: nothing of it was computed, and its spans are owed as before."""
         if self._in_flight is not None:
-            self._land_failed(self._in_flight)
+            self._release_failed_step(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a step that went wrong with "error", and return them; the step leaves nothing
         behind."""
-        self._land_failed(plan)
+        self._release_failed_step(plan)
         running = (self.sequences.running.get(span.sequence_id) for span in plan.spans)
         failed = [sequence for sequence in running if sequence is not None]
         for sequence in failed:
@@ -456,7 +456,7 @@ class Scheduler:
         num_computed = sequence.num_computed_tokens
         # One more token is kept than will be seen, so that a sibling can go on from the last one of the prompt.
         if self.block_pool.lets_go:
-            self.block_pool.let_go(sequence.block_tables, max(0, num_computed - 1))
+            self.block_pool.release_before(sequence.block_tables, max(0, num_computed - 1))
         return self.block_pool.grow(sequence.block_tables, num_computed + length)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -483,7 +483,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- releasing
 
-    def _land(self, plan: StepPlan) -> None:
+    def _release_step(self, plan: StepPlan) -> None:
         """The step in flight is over: release what was held for it."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
@@ -493,12 +493,12 @@ class Scheduler:
             self._give_back(sequence)
         self._released_at_commit.clear()
 
-    def _land_failed(self, plan: StepPlan) -> None:
+    def _release_failed_step(self, plan: StepPlan) -> None:
         """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
         told again, since the runner may not have got to it."""
-        self.sequences.slots.tell_again([each.slot for each in plan.assignments], plan.released_slots)
+        self.sequences.slots.undo([each.slot for each in plan.assignments], plan.released_slots)
         changed = self.reuse.step_failed()
-        self._land(plan)
+        self._release_step(plan)
         for span in plan.spans:
             if span.num_draft_tokens and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
                 self.block_pool.shrink(sequence.block_tables, span.end - span.num_draft_tokens)

@@ -49,7 +49,7 @@ class SuffixOutcomes:
 
 
 @dataclass(slots=True)
-class Followed:
+class TrackedSequence:
     """A sequence, as far as it was looked at.
 
     Attributes:
@@ -96,7 +96,7 @@ class Lookup:
     """Looks draft tokens up; see `Drafter`."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, Followed] = {}
+        self._followed: dict[int, TrackedSequence] = {}
         self._recent: dict[str | None, RecentOutputs] = {}
         self._record = SuffixOutcomes(MEMORY)
 
@@ -130,8 +130,8 @@ class Lookup:
             if len(self._recent) > MAX_SALTS:
                 del self._recent[next(iter(self._recent))]
 
-    def _follow(self, candidate: Candidate) -> Followed:
-        followed = Followed(
+    def _follow(self, candidate: Candidate) -> TrackedSequence:
+        followed = TrackedSequence(
             SuffixAutomaton(),
             candidate.cache_salt,
             candidate.num_prompt_tokens,
@@ -141,7 +141,7 @@ class Lookup:
         self._followed[candidate.sequence_id] = followed
         return followed
 
-    def _catch_up(self, followed: Followed, candidate: Candidate) -> None:
+    def _catch_up(self, followed: TrackedSequence, candidate: Candidate) -> None:
         """Look at the tokens that have come since, and compare the last draft tokens with them."""
         num_seen = followed.num_tokens
         new = candidate.token_ids[num_seen:]
@@ -166,7 +166,7 @@ class Lookup:
             for token_id in new_for_cursors:
                 cursor.advance(token_id)
 
-    def _chances(self, followed: Followed, length: int) -> list[float]:
+    def _chances(self, followed: TrackedSequence, length: int) -> list[float]:
         """How likely each draft token after a suffix of this length is right, as long as it is worth knowing."""
         chances: list[float] = []
         every, own, all_right = self._record, followed.record, 1.0

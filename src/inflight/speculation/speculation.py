@@ -53,7 +53,7 @@ class Speculation:
         max_draft_tokens: of a sequence in one step.
         times: how long steps take.
         clock: seconds, for how long drafting takes.
-        drafting: the draft model, if there is one.
+        proposer: the draft model, if there is one.
     """
 
     def __init__(

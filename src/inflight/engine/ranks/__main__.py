@@ -6,7 +6,7 @@ import threading
 
 from inflight.engine.ranks.links import StreamLink
 from inflight.engine.ranks.messages import LoadShard
-from inflight.host.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+from inflight.host.garbage_collection import exit_without_garbage_collection, garbage_collection_paused
 from inflight.host.python_process import take_over_standard_streams
 
 
@@ -23,7 +23,7 @@ def main() -> int:
     try:
         return 0 if follow(part, link) else 1
     finally:
-        end_without_garbage_collection()
+        exit_without_garbage_collection()
 
 
 def _end_with(lifeline: int) -> None:

@@ -6,7 +6,7 @@ from inflight.engine.ranks.links import StreamLink
 from inflight.engine.ranks.messages import LoadShard, RankFailed, Ready, RunStep
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ranks.rank import Rank
-from inflight.host.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import freeze_loaded_objects
 
 
 def follow(part: LoadShard, link: StreamLink) -> bool:
@@ -15,7 +15,7 @@ def follow(part: LoadShard, link: StreamLink) -> bool:
         rank = Rank(part.number, part.size, part.place.file)
         rank.begin(0)
         runner = ModelRunner(part.model, part.config, rank)
-        spare_what_stays()
+        freeze_loaded_objects()
         link.send(Ready(runner.info))
         while isinstance(step := link.receive(), RunStep):
             rank.begin(step.number)

@@ -15,7 +15,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
 from inflight.engine.ranks.local_ranks import local_ranks
 from inflight.engine.ranks.messages import LoadShard, Message, RankFailed, Ready, RunStep
-from inflight.execution.ranks.rank import has_heard_of_an_end
+from inflight.execution.ranks.rank import was_told_to_end
 
 SECONDS_TO_NOTICE = 10.0
 """How long it may take from a rank's end, of which a barrier tells, until its link tells how it ended."""
@@ -66,7 +66,7 @@ class RankGroup:
         try:
             yield
         except Exception as error:
-            if not has_heard_of_an_end(error):
+            if not was_told_to_end(error):
                 raise
             raise ModelError(f"{NOT_BY_ALL}: {self._lost(error)}") from error
 
@@ -102,7 +102,7 @@ class RankGroup:
             self.rank.give_up()
             if not isinstance(error, Exception):
                 raise
-            if has_heard_of_an_end(error):
+            if was_told_to_end(error):
                 raise self._lost(error) from error
             if self._loss is not None:
                 raise RankLostError(self._loss) from error

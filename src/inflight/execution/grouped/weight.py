@@ -60,7 +60,7 @@ class GroupedLayout:
     code: str = "whole"
 
     @property
-    def has_whole_numbers(self) -> bool:
+    def has_integers(self) -> bool:
         """Whether its numbers can be multiplied with whole numbers."""
         return self.code != "e4m3"
 

@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
-from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, ReasoningBlock, TextBlock
+from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.serving.chat import ChatAnswer, Events, answer_chat
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
@@ -164,7 +164,7 @@ class _Events(Events):
         message = {**self._answer.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return _event("message_start", message=message) + _event("ping")
 
-    def _grown(self, growth: Growth) -> bytes:
+    def _grown(self, growth: BlockDelta) -> bytes:
         """Return a growth's events: for a new block, the previous block's end and its own start; then the addition."""
         number, block, added, is_new = growth
         if not added and not is_new:

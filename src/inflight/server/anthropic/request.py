@@ -316,7 +316,7 @@ class CountRequest(Cached):
         if is_open and messages[-1].get("tool_calls"):
             raise ApiError(400, "messages end with calls; their results must follow", param="messages")
         prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
-        return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.told_tools}
+        return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.template_tools}
 
 
 StopSequence = Annotated[str, Field(min_length=1)]

@@ -41,7 +41,7 @@ class CallBlock:
 Block: TypeAlias = TextBlock | ReasoningBlock | CallBlock
 
 
-class Growth(NamedTuple):
+class BlockDelta(NamedTuple):
     """What was added to the last block: text, or a part of its arguments. A new block ends those before it."""
 
     number: int
@@ -59,7 +59,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._grown: list[Growth] = []
+        self._grown: list[BlockDelta] = []
 
     @property
     def num_calls(self) -> int:
@@ -78,7 +78,7 @@ class Blocks:
         texts = [block.text for block in self.blocks if isinstance(block, ReasoningBlock)]
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
-    def feed(self, text: str, *, is_last: bool = False) -> list[Growth]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[BlockDelta]:
         """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
         self._take(text, is_last)
         if is_last and not self.blocks:
@@ -96,4 +96,4 @@ class Blocks:
             last = kind()
             self.blocks.append(last)
         last.text += text
-        self._grown.append(Growth(len(self.blocks) - 1, last, text, is_new))
+        self._grown.append(BlockDelta(len(self.blocks) - 1, last, text, is_new))

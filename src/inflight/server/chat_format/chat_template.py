@@ -1,4 +1,4 @@
-"""`write_chat`: a conversation becomes the text that the model reads, by its chat template.
+"""`render_chat`: a conversation becomes the text that the model reads, by its chat template.
 
 `Thinking` is what the request says about reasoning. `forms_of` changes a history that the template refuses; one that it
 takes stays as it was sent, so that the text of earlier turns does not change and is found in the prefix cache. Knows no
@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from inflight.contracts.errors import InvalidRequestError
-from inflight.entrypoints.inputs import written_chat
+from inflight.entrypoints.inputs import rendered_chat
 from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import READING
@@ -129,7 +129,7 @@ def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
             return
 
 
-def write_chat(
+def render_chat(
     chat: Mapping[str, Any], tokenizer: Tokenizer | None, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
 ) -> str:
     """Return a chat as its chat template writes it; a history that the template refuses, in the next of `forms_of`
@@ -158,10 +158,10 @@ def write_chat(
 def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
     """Return the text. If the model is not to think, and its template cannot be told so, empty reasoning follows."""
     if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
-        return written_chat(chat, tokenizer)
+        return rendered_chat(chat, tokenizer)
     template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
     variables = thinking.variables(template)
-    text = written_chat(
+    text = rendered_chat(
         {**chat, "chat_template_kwargs": {**variables, **chat.get("chat_template_kwargs", {})}}, tokenizer
     )
     known = answer_template_of(tokenizer, template)

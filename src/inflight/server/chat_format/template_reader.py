@@ -18,7 +18,7 @@ from typing import Any
 import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.chat_format.blocks import Blocks, CallBlock, Growth, ReasoningBlock, TextBlock
+from inflight.server.chat_format.blocks import BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.call_text import Calls, CallText, ObjectScanner, SearchBudget
 
 FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
@@ -368,11 +368,11 @@ class TemplateReader(Blocks):
         if not self._is_dropped:
             call = CallBlock(self._new_call_id(), name)
             self.blocks.append(call)
-            self._grown.append(Growth(len(self.blocks) - 1, call, "", is_new=True))
+            self._grown.append(BlockDelta(len(self.blocks) - 1, call, "", is_new=True))
 
     def _give_arguments(self, text: str) -> None:
         if text and not self._is_dropped:
             call = self.blocks[-1]
             assert isinstance(call, CallBlock)
             call.arguments += text
-            self._grown.append(Growth(len(self.blocks) - 1, call, text, is_new=False))
+            self._grown.append(BlockDelta(len(self.blocks) - 1, call, text, is_new=False))

@@ -108,7 +108,7 @@ class ToolFields(StrictModel):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def told_tools(self) -> dict[str, Any]:
+    def template_tools(self) -> dict[str, Any]:
         """The part of a prompt that has them; empty without any."""
         tools = [tool.for_template() for tool in self.usable_tools]
         return {"tools": tools} if tools else {}

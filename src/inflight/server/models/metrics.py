@@ -18,7 +18,7 @@ from inflight.batches.batch import Batch
 from inflight.server.models.load_scheduler import State
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import ModelLoader, ModelPool
-from inflight.server.operations.collectors import BatchMetrics, Together
+from inflight.server.operations.collectors import BatchMetrics, MergedCollector
 from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
 from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import RequestObserver
@@ -79,7 +79,7 @@ class PoolMetrics(Middleware, RequestObserver):
     async def endpoint(self, request: Request) -> Response:
         """Answer `/metrics`."""
         await asyncio.gather(*(self.by_model[name].update() for name, load in self._loads.items() if load.is_running))
-        together = Together([PROCESS, self._registry, *(metrics.registry for metrics in self.by_model.values())])
+        together = MergedCollector([PROCESS, self._registry, *(metrics.registry for metrics in self.by_model.values())])
         return Response(generate_latest(together), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -61,12 +61,12 @@ class ModelRoute(APIRoute):
                 name, streams = await off_loop(len(body), lambda: read_choice(body))
             model_name = chosen(pool, name)
             request.scope.setdefault("state", {})[MODEL] = model_name
-            return _HandedOn(pool, model_name, body, settings_of(request), streams=streams and may_stream)
+            return _ForwardedResponse(pool, model_name, body, settings_of(request), streams=streams and may_stream)
 
         return hand_on
 
 
-class _HandedOn(Response):
+class _ForwardedResponse(Response):
     """The answer of a model's application.
 
     Args:

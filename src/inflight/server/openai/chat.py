@@ -8,7 +8,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.chat_format.blocks import Blocks, CallBlock, Growth, ReasoningBlock, TextBlock
+from inflight.server.chat_format.blocks import BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter, usage_of
@@ -39,12 +39,12 @@ class _Answer(ChatAnswer[ChatRequest]):
         is_predicted = self.body.prediction is not None
         return usage_of([output], is_predicted=is_predicted, num_reasoning_tokens=self.num_reasoning_tokens(*read))
 
-    def logprobs(self, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
+    def logprobs(self, delta: CompletionOutput | TextDelta) -> dict[str, Any] | None:
         """Return `logprobs`, if requested."""
         num_top = self.body.num_logprobs
         if num_top is None:
             return None
-        content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, self.tokenizer)
+        content = logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, self.tokenizer)
         return {"content": content, "refusal": None}
 
     def finish_reason(self, ended: CompletionOutput | TextDelta, blocks: Blocks) -> str | None:
@@ -148,7 +148,7 @@ class _Chunks(ChunkWriter):
         events = self._event(delta.index, first, **self._extras(delta))
         return events + b"".join(self._event(delta.index, each) for each in others)
 
-    def _delta(self, growth: Growth, blocks: Blocks) -> dict[str, Any] | None:
+    def _delta(self, growth: BlockDelta, blocks: Blocks) -> dict[str, Any] | None:
         """Return a chunk's `delta`; None: the client sees nothing of this."""
         number, block, added, is_new = growth
         if isinstance(block, CallBlock):

@@ -248,7 +248,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
         return {**super().sent_options(vocab_size), **own}
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        return super().for_template(settings) | self.told_tools
+        return super().for_template(settings) | self.template_tools
 
     def check(self, settings: ServerSettings) -> None:
         super().check(settings)

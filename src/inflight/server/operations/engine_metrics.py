@@ -159,8 +159,8 @@ class _StepSizes(Collector):
         nothing = [0] * (len(STEP_SIZES) + 1)
         seen, num_seen = (before.num_steps_by_size, before.num_step_tokens) if before else (nothing, 0)
         counts = self._counts.get(number, nothing)
-        news = zip(counts, stats.num_steps_by_size, seen, strict=True)
-        self._counts[number] = [count + now - then for count, now, then in news]
+        changes = zip(counts, stats.num_steps_by_size, seen, strict=True)
+        self._counts[number] = [count + now - then for count, now, then in changes]
         self._sums[number] = self._sums.get(number, 0) + stats.num_step_tokens - num_seen
 
     def collect(self) -> Iterator[Metric]:

@@ -10,13 +10,13 @@ from typing import Any
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, ReasoningBlock, TextBlock
+from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs
 from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_reasoning
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.chat import ChatAnswer, Events
-from inflight.server.serving.service import Service, WrittenChat
+from inflight.server.serving.service import RenderedChat, Service
 from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
 from inflight.server.wire.json_route import to_json
 from inflight.text.output_text import OutputText
@@ -43,7 +43,7 @@ class OutputLogprobs:
         """Take those of the tokens that come now, before their text is fed."""
         self._pending += token_logprobs
 
-    def taken_by(self, growth: Growth) -> list[dict[str, Any]]:
+    def taken_by(self, growth: BlockDelta) -> list[dict[str, Any]]:
         """Return those that belong to what a block has grown by; tokens of reasoning and calls have none."""
         if not isinstance(growth.block, TextBlock):
             self._is_behind_other = True
@@ -57,7 +57,7 @@ class OutputLogprobs:
     def rest(self, blocks: Blocks) -> list[dict[str, Any]]:
         """Return those of tokens at the end that have no text; they belong to the last block."""
         last = len(blocks.blocks) - 1
-        return self.taken_by(Growth(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
+        return self.taken_by(BlockDelta(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
 
 
 def _last(token_logprobs: list[dict[str, Any]], num_characters: int) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         self.chat = (*earlier, *body.messages)
         super().__init__(body, service, info)
 
-    def written(self, service: Service, info: ModelInfo) -> tuple[WrittenChat, str | None]:
+    def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
         return _prompt(self.body, self.chat, service, info), None
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -119,12 +119,12 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         return ResponseEvents(self)
 
 
-def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> WrittenChat:
+def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> RenderedChat:
     """Return the conversation as the model reads it; if it is too long and `truncation` allows it, its later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     prompt, whole = body.for_template(service.settings), (*system, *chat)
 
-    def write(messages: Chat) -> WrittenChat:
+    def write(messages: Chat) -> RenderedChat:
         written = {**prompt, "messages": with_names(with_calls_joined(messages))}
         return service.written(written, info, "input", body.wanted_thinking)
 
@@ -148,7 +148,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
     return write(whole) if written is None else written
 
 
-def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenChat | None:
+def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedChat | None:
     """Return the chat; None for one whose text is so long that its tokens need not even be counted."""
     try:
         return write(chat)
@@ -252,12 +252,12 @@ def message_of(block: Block) -> dict[str, Any]:
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def new_logprobs(answer: ResponseAnswer, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
+def new_logprobs(answer: ResponseAnswer, delta: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
     """Return the log-probabilities of the new tokens, if requested."""
     num_top = answer.body.num_logprobs
     if num_top is None:
         return []
-    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, answer.tokenizer)
+    return logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, answer.tokenizer)
 
 
 def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
@@ -348,7 +348,7 @@ class ResponseEvents(Events):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _grown(self, growth: Growth) -> bytes:
+    def _grown(self, growth: BlockDelta) -> bytes:
         """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
         events, scores = b"", self._scores.taken_by(growth)
         if growth.is_new:

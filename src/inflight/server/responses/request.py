@@ -431,4 +431,4 @@ class ResponsesRequest(ChatBody):
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
         """Return how a prompt of `AsyncLLM` is made of a conversation; its messages are still missing."""
         variables = template_variables(self.chat_template_kwargs)
-        return {"add_generation_prompt": True, **variables, **self.tool_fields.told_tools}
+        return {"add_generation_prompt": True, **variables, **self.tool_fields.template_tools}

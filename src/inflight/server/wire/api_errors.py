@@ -150,13 +150,13 @@ def add_error_handlers(app: FastAPI, errors: Callable[[str], ErrorEnvelope]) -> 
     async def answer(request: Request, error: Exception) -> Response:
         return errors_of(request.scope).response(_api_error(request, error), request.scope)
 
-    async def answer_gone_client(request: Request, error: Exception) -> Response:
+    async def handle_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     ours = (ApiError, InvalidRequestError, QueueFullError, EngineDeadError, ModelError)
     for kind in (*ours, RequestValidationError, RecursionError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ClientGoneError, answer_gone_client)
+    app.add_exception_handler(ClientGoneError, handle_disconnect)
 
 
 def _api_error(request: Request, error: Exception) -> ApiError:

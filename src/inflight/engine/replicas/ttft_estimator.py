@@ -1,4 +1,4 @@
-"""`Expectation`: how long a request waits for its first token, learned from those that got one. Pure."""
+"""`TtftEstimator`: how long a request waits for its first token, learned from those that got one. Pure."""
 
 from dataclasses import dataclass
 
@@ -30,7 +30,7 @@ class ReplicaLoad:
     num_running: int = 0
 
 
-class Expectation:
+class TtftEstimator:
     """Seconds to the first token as a straight line over a replica's load: least squares on relative errors without
     negative coefficients, in which what was learned earlier fades. Beyond the slots, a request also waits until others
     have ended.

@@ -1,5 +1,5 @@
-"""Looking at running engines: `looks` asks each of them now and again; `RequestNames` knows what their callers call the
-requests, which have addresses there."""
+"""Live states of running engines: `live_states` polls them; `RequestNames` maps requests' addresses to their callers'
+names."""
 
 import asyncio
 from collections import deque
@@ -45,7 +45,7 @@ class RequestNames:
         return self._names.get(session, {})
 
 
-async def looks(
+async def live_states(
     sessions: Callable[[], Mapping[int, Session]],
     names: RequestNames,
     interval: float,

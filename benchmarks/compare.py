@@ -241,7 +241,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads of each engine")
     parser.add_argument("--max-batch-tokens", type=int, default=512, help="the token budget of a step")
-    parser.add_argument("--speculation", choices=("ngram", "draft"), help="what guesses tokens (default: nothing)")
+    parser.add_argument(
+        "--speculation", choices=("ngram", "draft"), help="what proposes draft tokens (default: nothing)"
+    )
     parser.add_argument("--draft-model", help="with --speculation draft: like --model, such as qwen3-draft")
     parser.add_argument("--acceptance", type=float, help="with a draft model: the share of its tokens that are right")
     parser.add_argument("--without-us", action="store_true", help="run only the peers")

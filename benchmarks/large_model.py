@@ -79,7 +79,7 @@ def random_weight(num_outputs: int, num_inputs: int) -> GroupedWeight:
     numbers = torch.randint(0, 16, (num_outputs, num_inputs), dtype=torch.uint8)
     scales = torch.rand(num_outputs, num_inputs // 32).mul(0.01).half()
     groups = Groups(GroupedLayout(4, 32, middle=8), numbers, scales)
-    return GroupedWeight.of("int4", [groups], torch.bfloat16, is_stacked=False)
+    return GroupedWeight.from_groups("int4", [groups], torch.bfloat16, is_stacked=False)
 
 
 def measure(folder: Path) -> None:

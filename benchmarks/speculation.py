@@ -4,9 +4,9 @@ python -m benchmarks.speculation --model qwen3-0.6b --dtype bfloat16 [--quantiza
 
 Models here have random weights, and would write nonsense. So a teacher says what comes next, once the engine's own
 sampler has chosen: texts of the embedded model, and source files of this repository with some lines changed. Structured
-output is the model's own. For the workload "draft" the embedded model guesses, and a pupil in its sampler is right
+output is the model's own. For the workload "draft" the embedded model drafts, and a pupil in its sampler is right
 about 70 % of the tokens. The settings have a model of their own each, and one round that does not count; then rounds
-are interleaved. Printed are medians over rounds, and the share of guessed tokens that were right.
+are interleaved. Printed are medians over rounds, and the share of draft tokens that were right.
 """
 
 import argparse
@@ -107,9 +107,9 @@ def main() -> None:
     model = str(model_folder(given.model)) if given.model in NAMED_MODELS else given.model
     for name in given.workloads.split(","):
         num_slots, make = MAKERS[name]
-        with_guesses = {"speculation": given.speculation}
+        with_drafts = {"speculation": given.speculation}
         if name in DRAFTED:
-            with_guesses = {"speculation": "draft", "draft_model": str(DEMO_MODEL)}
+            with_drafts = {"speculation": "draft", "draft_model": str(DEMO_MODEL)}
         llms = [
             LLM(
                 model,
@@ -119,7 +119,7 @@ def main() -> None:
                 max_num_seqs=num_slots,
                 **options,
             )
-            for options in ({"speculation": "off"}, with_guesses)
+            for options in ({"speculation": "off"}, with_drafts)
         ]
         print(compare(name, llms, make, given.rounds), flush=True)
 
@@ -133,8 +133,8 @@ def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list
     if name in DRAFTED:
         speculation = llms[1].engine._speculation
         assert speculation is not None
-        assert speculation._drafting is not None
-        speculation._drafting._runner.sampler = pupil  # type: ignore[attr-defined]
+        assert speculation._proposer is not None
+        speculation._proposer._runner.sampler = pupil  # type: ignore[attr-defined]
     speeds: list[list[float]] = [[] for _ in llms]
     for round_number in range(num_rounds + 1):
         lessons = make(random.Random(f"{name}, round {round_number}"))
@@ -144,13 +144,13 @@ def compare(name: str, llms: Sequence[LLM], make: Callable[[random.Random], list
             speed = run(llms[number], lessons)
             if round_number:
                 speeds[number].append(speed)
-    without, with_guesses = map(statistics.median, speeds)
+    without, with_drafts = map(statistics.median, speeds)
     ratio = statistics.median(ours / plain for plain, ours in zip(*speeds, strict=True))
     stats = llms[1].engine.stats()
     return (
-        f"{name:8} {without:8.1f} tokens/s without, {with_guesses:8.1f} with: {ratio:.2f} times "
-        f"({min(speeds[1]):.1f} to {max(speeds[1]):.1f}); of {stats.num_guessed_tokens} guessed tokens "
-        f"{stats.num_accepted_tokens / max(1, stats.num_guessed_tokens):.0%} were right, "
+        f"{name:8} {without:8.1f} tokens/s without, {with_drafts:8.1f} with: {ratio:.2f} times "
+        f"({min(speeds[1]):.1f} to {max(speeds[1]):.1f}); of {stats.num_draft_tokens} draft tokens "
+        f"{stats.num_accepted_tokens / max(1, stats.num_draft_tokens):.0%} were right, "
         f"{stats.num_accepted_tokens / max(1, stats.num_generated_tokens):.0%} of all"
     )
 
@@ -239,7 +239,7 @@ MAKERS: dict[str, tuple[int, Callable[[random.Random], list[Lesson]]]] = {
 
 
 DRAFTED = ("draft", "draft-8")
-"""Those where a draft model guesses."""
+"""Those with a draft model."""
 
 
 @cache

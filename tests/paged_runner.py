@@ -54,10 +54,10 @@ class PagedRunner:
         for span, table in spans:
             read = [self.places[table[position // size] * size + position % size] for position in range(span.end)]
             chosen: list[int] = []
-            ends = range(span.end - span.num_guessed, span.end + 1) if span.num_logit_rows else ()
-            for end, guessed in zip_longest(ends, span.guessed_ids):
+            ends = range(span.end - span.num_draft_tokens, span.end + 1) if span.num_logit_rows else ()
+            for end, proposed in zip_longest(ends, span.draft_token_ids):
                 chosen.append(next_token(self.indices[span.slot], read[:end]))
-                if guessed != chosen[-1]:
+                if proposed != chosen[-1]:
                     break
             given.append(SpanTokens(chosen, True, (), ()))
         return given

@@ -363,8 +363,8 @@ def test_each_step_wakes_an_event_loop_once_and_a_reader_gets_everything_that_ar
         monkeypatch.setattr(loop, "call_soon_threadsafe", counted)
         with session.mailbox() as one, session.mailbox() as other:
             for step in range(3):
-                news = [SequenceOutput(mailbox.address, 0, [step]) for mailbox in (one, other)]
-                engines.started[0].events.put(Outputs(news))
+                outputs = [SequenceOutput(mailbox.address, 0, [step]) for mailbox in (one, other)]
+                engines.started[0].events.put(Outputs(outputs))
             engines.started[0].events.put(Refused(other.address, "QueueFullError", "full"))
             with pytest.raises(QueueFullError, match="full"):  # noqa: PT012
                 while True:

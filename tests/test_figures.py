@@ -10,7 +10,7 @@ pytest.importorskip("matplotlib")
 
 from tools.make_figures import FIGURES, FOLDER
 
-WITHOUT_TIMES = ("routing", "merging", "guessing")
+WITHOUT_TIMES = ("routing", "merging", "draft_tokens")
 DETERMINISTIC = ("static-waves", "merging", "padding", "ladder", "mask", "paging", "preemption", "routing")
 TEXT = "".join((FOLDER.parent / name).read_text(encoding="utf-8") for name in ("how-it-works.md", "replicas.md"))
 STORED: dict[str, Any] = {name: json.loads((FOLDER / f"{name}.json").read_text()) for name in FIGURES}
@@ -73,11 +73,11 @@ def test_the_stored_numbers_are_those_of_the_code(numbers: dict[str, Any]) -> No
         assert {**STORED[name], "machine": None} == {**numbers[name], "machine": None}
 
 
-def test_right_guesses_save_their_steps() -> None:
-    guessing = STORED["guessing"]
-    assert guessing["steps"] + guessing["right"] == guessing["tokens"]
-    assert guessing["right"] < guessing["guessed"]
-    assert 2 < guessing["tokens"] / guessing["steps"] < 4, "the text says a third"
+def test_accepted_draft_tokens_save_their_steps() -> None:
+    drafting = STORED["draft_tokens"]
+    assert drafting["steps"] + drafting["right"] == drafting["tokens"]
+    assert drafting["right"] < drafting["proposed"]
+    assert 2 < drafting["tokens"] / drafting["steps"] < 4, "the text says a third"
 
 
 def test_the_stored_figures_were_drawn_on_one_machine_with_kernels() -> None:

@@ -12,7 +12,7 @@ import pytest
 from inflight.host.garbage_collection import call_after, garbage_collection_paused
 
 
-class Node:
+class PrefixNode:
     """Refers to itself, so only the collector can remove it."""
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ def test_a_collector_that_its_owner_has_stopped_stays_stopped() -> None:
 
 
 def test_garbage_that_was_there_is_still_found_later() -> None:
-    found = weakref.ref(Node())
+    found = weakref.ref(PrefixNode())
     with garbage_collection_paused():
         pass
     assert found() is not None
@@ -65,7 +65,7 @@ def test_what_is_called_after_an_object_may_take_any_lock() -> None:
         with lock:
             called.set()
 
-    node = Node()
+    node = PrefixNode()
     call_after(node, take)
     with lock:  # as the thread may do that the collector comes in
         del node
@@ -74,7 +74,7 @@ def test_what_is_called_after_an_object_may_take_any_lock() -> None:
 
 
 def test_what_fails_after_one_object_holds_up_no_other(caplog: pytest.LogCaptureFixture) -> None:
-    called, node, other = threading.Event(), Node(), Node()
+    called, node, other = threading.Event(), PrefixNode(), PrefixNode()
     call_after(node, lambda: [].pop())
     del node
     gc.collect()

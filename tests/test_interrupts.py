@@ -85,7 +85,7 @@ class World:
         model = zoo.build("llama")
         assert model.config.vocab_size >= NUM_TOKENS
         self.llm = LLM(model, byte_level().inner, max_num_seqs=4, max_num_batched_tokens=9, **options)
-        make_rows_free(self.llm.engine)  # so that the same is guessed each time
+        make_rows_free(self.llm.engine)  # so that draft tokens are the same each time
         self.paged = PagedRunner(BLOCK_SIZE)
         self.llm.engine.runner.run = self.paged.run  # type: ignore[method-assign]
 

@@ -18,7 +18,7 @@ from inflight.contracts.watching import KVEvents
 from inflight.engine.cache_events import CacheEvents, Removed, Stored
 from inflight.engine.engine import Engine
 from inflight.engine.event_publisher import EventPublisher
-from inflight.scheduling.prefix_cache import Node
+from inflight.scheduling.prefix_cache import PrefixNode
 from tests import zoo
 from tests.coroutines import run
 
@@ -46,9 +46,9 @@ class Mirror:
         self.cached -= set(hashes)
 
 
-def prefix_of(node: Node) -> list[int]:
+def prefix_of(node: PrefixNode) -> list[int]:
     parent, token_bytes = node.key
-    return (prefix_of(parent) if isinstance(parent, Node) else []) + array("i", token_bytes).tolist()
+    return (prefix_of(parent) if isinstance(parent, PrefixNode) else []) + array("i", token_bytes).tolist()
 
 
 @pytest.mark.parametrize("model", ["llama", "gemma3"])
@@ -63,12 +63,12 @@ def test_the_events_say_what_the_cache_holds_after_every_step(model: str) -> Non
         engine.submit(engine.accept(str(number), prompt, GREEDY))
         for _ in range(rng.randrange(4)):
             engine.step()
-            for news in events.take():
-                if isinstance(news, Stored):
-                    mirror.store(news.hashes, news.parent, news.token_ids, 4)
+            for event in events.take():
+                if isinstance(event, Stored):
+                    mirror.store(event.hashes, event.parent, event.token_ids, 4)
                 else:
-                    mirror.remove(news.hashes)
-                    num_removed += len(news.hashes)
+                    mirror.remove(event.hashes)
+                    num_removed += len(event.hashes)
             nodes = [node for node, of_group in cache._place_of_block.values() if of_group == group]
             assert sorted(map(prefix_of, nodes)) == sorted(mirror.prefixes[each] for each in mirror.cached)
     assert num_removed > 20

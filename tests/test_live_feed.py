@@ -47,9 +47,9 @@ def test_all_that_was_computed_is_in_one_look(every: int) -> None:
     accepted = sum(work.num_accepted for state in states for work in state.work)
     rejected = sum(work.num_rejected for state in states for work in state.work)
     assert accepted == engine.stats().num_accepted_tokens > 0
-    assert accepted + rejected == engine.stats().num_guessed_tokens
+    assert accepted + rejected == engine.stats().num_draft_tokens
     decoded = sum(work.num_decoded for state in states for work in state.work)
-    assert decoded == sum(s.length - s.num_guessed for r in records for s in r.spans if s.kind == "decode")
+    assert decoded == sum(s.length - s.num_draft_tokens for r in records for s in r.spans if s.kind == "decode")
     assert sum(state.num_steps for state in states) == len(records)
     assert all(len(state.steps) <= live_feed.MOST_STEPS for state in states)
     assert not any(step.arrivals for state in states for step in state.steps)

@@ -15,7 +15,16 @@ from inflight.contracts.plan import Span, StepPlan
 from inflight.contracts.record import StepRecord
 from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
-from inflight.simulate import GuessRate, Lengths, SimulatedRequest, StepCost, SyntheticLoad, fit_cost, replay, simulate
+from inflight.simulate import (
+    AcceptanceRate,
+    Lengths,
+    SimulatedRequest,
+    StepCost,
+    SyntheticLoad,
+    fit_cost,
+    replay,
+    simulate,
+)
 from inflight.simulate.fitting import choose_knots, load_of, timed_steps
 from inflight.simulate.simulated_engine import load_of_plan
 from inflight.simulate.simulator import Simulation
@@ -217,45 +226,47 @@ def test_a_simulated_run_can_be_recorded_and_simulated_again(tmp_path: Path) -> 
     assert again.hit_rate == report.hit_rate > 0
 
 
-# ------------------------------------------------------------------------------------------------------------ guesses
+# ------------------------------------------------------------------------------------------------ draft tokens
 
 CHEAP_ROWS, DEAR_ROWS = StepCost.linear(fixed=0.1, per_token=0.001), StepCost.linear(fixed=0.001, per_token=0.1)
-GUESSED = SyntheticLoad(num_requests=20, prompt_tokens=Lengths("fixed", 8), output_tokens=Lengths("fixed", 200))
+SPECULATED = SyntheticLoad(num_requests=20, prompt_tokens=Lengths("fixed", 8), output_tokens=Lengths("fixed", 200))
 
 
-def guessed(acceptance: float, cost: StepCost = CHEAP_ROWS, share: float = 1.0) -> tuple[RunReport, list[StepRecord]]:
+def speculated(
+    acceptance: float, cost: StepCost = CHEAP_ROWS, share: float = 1.0
+) -> tuple[RunReport, list[StepRecord]]:
     records: list[StepRecord] = []
-    config, rate = EngineConfig(max_num_seqs=2, num_blocks=64), GuessRate(acceptance, share)
-    return simulate(GUESSED, config, cost, observer=records.append, guesses=rate), records
+    config, rate = EngineConfig(max_num_seqs=2, num_blocks=64), AcceptanceRate(acceptance, share)
+    return simulate(SPECULATED, config, cost, observer=records.append, acceptance_rate=rate), records
 
 
-def test_guesses_save_steps_where_rows_are_cheap() -> None:
-    without, _ = guessed(0.0)
+def test_draft_tokens_save_steps_where_rows_are_cheap() -> None:
+    without, _ = speculated(0.0)
     assert without.num_steps == 20 // 2 * 200
-    often, _ = guessed(1.0)
+    often, _ = speculated(1.0)
     assert often.num_steps < without.num_steps / 8
-    half, _ = guessed(1.0, share=0.5)
+    half, _ = speculated(1.0, share=0.5)
     assert often.seconds < half.seconds < without.seconds
     assert often.num_output_tokens == without.num_output_tokens == 20 * 200
 
 
-def test_nothing_is_guessed_where_rows_are_dear() -> None:
-    without, _ = guessed(0.0, DEAR_ROWS)
-    report, _ = guessed(0.7, DEAR_ROWS)
+def test_nothing_is_drafted_where_rows_are_dear() -> None:
+    without, _ = speculated(0.0, DEAR_ROWS)
+    report, _ = speculated(0.7, DEAR_ROWS)
     assert report.seconds < without.seconds * 1.02
 
 
-def test_how_good_guesses_were_is_found_in_the_steps() -> None:
-    _, records = guessed(0.6)
-    rate = GuessRate.of(records)
+def test_how_good_draft_tokens_were_is_found_in_the_steps() -> None:
+    _, records = speculated(0.6)
+    rate = AcceptanceRate.from_steps(records)
     assert rate is not None
     assert rate.acceptance == pytest.approx(0.6, abs=0.05)
-    assert GuessRate.of(guessed(0.0)[1]) is None
+    assert AcceptanceRate.from_steps(speculated(0.0)[1]) is None
 
 
-def test_a_sequence_that_ends_in_the_middle_of_its_guesses_keeps_its_length() -> None:
+def test_a_sequence_that_ends_in_the_middle_of_its_draft_tokens_keeps_its_length() -> None:
     requests = [SimulatedRequest("a", 0.0, [1, 2, 3], (5, 2, 9)), SimulatedRequest("b", 0.0, [1], (1,))]
-    report = simulate(requests, EngineConfig(**LOOSE), CHEAP_ROWS, guesses=GuessRate(1.0))
+    report = simulate(requests, EngineConfig(**LOOSE), CHEAP_ROWS, acceptance_rate=AcceptanceRate(1.0))
     assert report.num_output_tokens == 17
     assert report.num_steps < 9
 
@@ -426,7 +437,7 @@ def test_the_features_of_a_step() -> None:
     plan = StepPlan(tuple(spans), ())
     expected = StepLoad(8, 3, 10 + 3 + 6 + 3 + 1, 10 + (1 + 2 + 3) + (5 + 6) + 3 + 1)
     assert load_of_plan(plan) == expected
-    assert StepLoad.of((span.start, span.length, span.num_logit_rows) for span in spans) == expected
+    assert StepLoad.from_spans((span.start, span.length, span.num_logit_rows) for span in spans) == expected
 
 
 def test_costs_are_interpolated_between_knots_and_extrapolated_beyond_them() -> None:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from tools.figures import batching, guessing, memory, merging, prefill, routing, step
+from tools.figures import batching, draft_tokens, memory, merging, prefill, routing, step
 from tools.figures.drawing import Drawing
 
 FOLDER = Path(__file__).resolve().parents[1] / "docs" / "figures"
@@ -30,7 +30,7 @@ FIGURES: Mapping[str, Callable[[], Drawing]] = {
     "chunked-prefill": prefill.chunked_prefill,
     "preemption": memory.preemption,
     "prefix-sharing": memory.prefix_sharing,
-    "guessing": guessing.guessing,
+    "draft_tokens": draft_tokens.draft_tokens,
     "routing": routing.routing,
 }
 

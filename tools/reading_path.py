@@ -46,7 +46,7 @@ def files_on_the_path() -> list[Path]:
     from inflight import LLM, SamplingParams
 
     folder = str(Path(inflight.__file__).parent)
-    # A recorded step runs without Python, and there would be nothing to see; what guesses is read by itself.
+    # A recorded step runs without Python, and there would be nothing to see; drafters are read by themselves.
     llm = LLM(record_forward=False, speculation="off")
     reached: dict[str, None] = {}
 

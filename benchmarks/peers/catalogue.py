@@ -34,7 +34,7 @@ class Peer:
         module: its runner, for `python -m`.
         model_format: the format that it loads: a name that `models.prepare` knows.
         precisions: the precisions that it supports on a CPU.
-        speculations: what may guess tokens: "ngram", "draft".
+        speculations: which drafters it has: "ngram", "draft".
         environment: its folder in `ENVIRONMENTS`; None: it shares the environment of `compare.py`.
         unwanted_packages: dependencies that are removed after installation.
         needs_build: whether something must be compiled after installation.

@@ -24,8 +24,8 @@ from benchmarks.workloads import Request
 SERVER = Path(sys.prefix, "build", "bin", "llama-server")
 MAX_START_SECONDS = 120
 NGRAM, DRAFTED = 4, 5
-"""How many tokens are looked up, and how many a draft model guesses. Of all kinds of n-grams ngram-mod is the fastest
-here; with the defaults, 24 and 3, all are slower."""
+"""Tokens of the n-grams that are looked up, and draft tokens of a draft model. Of all kinds of n-grams ngram-mod is the
+fastest here; with the defaults, 24 and 3, all are slower."""
 
 
 class Server:

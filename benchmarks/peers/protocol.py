@@ -41,9 +41,9 @@ class Settings:
         max_model_len: tokens of the longest request, prompt and output together.
         max_batch_tokens: the token budget of a step, if the peer has one.
         speculation: "ngram" (what followed the same tokens before) or "draft" (`draft_model`); None: nothing is
-            guessed, because what a model of random weights says repeats itself.
+            drafted, because what a model of random weights says repeats itself.
         draft_model: file or folder, in the peer's format.
-        acceptance: how likely a guessed token counts as right, whatever the model says; None: if it is.
+        acceptance: how likely a draft token counts as right, whatever the model says; None: if it is.
         device: "cpu" or "cuda", for runners that know both.
     """
 
@@ -60,7 +60,7 @@ class Settings:
     device: str = "cpu"
 
     def acceptance_rates(self, length: int) -> list[float]:
-        """How likely the first 1, 2, … guessed tokens are all right."""
+        """How likely the first 1, 2, … draft tokens are all right."""
         assert self.acceptance is not None
         return [self.acceptance**number for number in range(1, length + 1)]
 

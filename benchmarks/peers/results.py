@@ -23,7 +23,7 @@ class Spread:
     highest: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> "Spread":
+    def from_samples(cls, values: Sequence[float]) -> "Spread":
         return cls(statistics.median(values), min(values), max(values))
 
 
@@ -38,7 +38,7 @@ class PeerRuns:
     @property
     def tokens_per_second(self) -> Spread:
         """Output tokens per second, from submission until all requests were done."""
-        return Spread.of([_rate(measured) for measured in self.rounds])
+        return Spread.from_samples([_rate(measured) for measured in self.rounds])
 
     @property
     def cores_of_others(self) -> float:
@@ -79,7 +79,7 @@ class CellResult:
         ours = self.ours()
         if ours is None or other.peer == OURS:
             return None
-        return Spread.of([_rate(a) / _rate(b) for a, b in zip(ours.rounds, other.rounds, strict=True)])
+        return Spread.from_samples([_rate(a) / _rate(b) for a, b in zip(ours.rounds, other.rounds, strict=True)])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -60,15 +60,15 @@ class InflightModel:
 
 
 def accept_by_chance(sampler: Any, acceptance: float) -> None:
-    """From now on the sampler says that a guessed token is right as often as that, whatever the logits are."""
+    """From now on the sampler says that a draft token is right as often as that, whatever the logits are."""
     rng, sample = random.Random(0), sampler.sample
 
     def accepting(logits: Any, batch: Any, masks: Any = None) -> list[int]:
         tokens: list[int] = sample(logits, batch, masks)
         row = 0
         for span in batch.spans:
-            for number, guessed in enumerate(span.guessed_ids, row):
-                tokens[number] = guessed if rng.random() < acceptance else guessed + 1
+            for number, proposed in enumerate(span.draft_token_ids, row):
+                tokens[number] = proposed if rng.random() < acceptance else proposed + 1
             row += span.num_logit_rows
         return tokens
 

@@ -16,7 +16,7 @@ from benchmarks.peers.protocol import Model, Settings, Times, serve
 from benchmarks.workloads import Request
 
 CACHE_GIBIBYTES = 2
-NUM_GUESSED = 8
+NUM_DRAFT_TOKENS = 8
 
 
 class Vllm:
@@ -41,7 +41,7 @@ class Vllm:
         if settings.speculation == "ngram":
             self.options["speculative_config"] = {
                 "method": "ngram",
-                "num_speculative_tokens": NUM_GUESSED,
+                "num_speculative_tokens": NUM_DRAFT_TOKENS,
                 "prompt_lookup_min": 2,
                 "prompt_lookup_max": 4,
             }

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     )
     from inflight.contracts.params import SamplingParams
     from inflight.contracts.record import EngineStats
-    from inflight.contracts.structured_output import StructuredOutput, Thoughts
+    from inflight.contracts.structured_output import Reasoning, StructuredOutput
     from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.entrypoints.callback_llm import CallbackLLM
     from inflight.entrypoints.llm import LLM
@@ -64,7 +64,7 @@ _HOMES = {
     "EngineGivenUpError": "contracts.errors",
     "EngineStats": "contracts.record",
     "StructuredOutput": "contracts.structured_output",
-    "Thoughts": "contracts.structured_output",
+    "Reasoning": "contracts.structured_output",
     "quantize": "entrypoints.quantization",
     "QuantizedWeight": "entrypoints.quantization",
 }
@@ -86,12 +86,12 @@ __all__ = [
     "ModelError",
     "QuantizedWeight",
     "QueueFullError",
+    "Reasoning",
     "RequestOutput",
     "SamplingParams",
     "ScoreOutput",
     "StructuredOutput",
     "TextDelta",
-    "Thoughts",
     "__version__",
     "quantize",
 ]

@@ -14,7 +14,7 @@ from inflight import LLM, AdapterError, AsyncLLM, EngineDeadError, InvalidReques
 from inflight.contracts.outputs import RequestOutput
 from tests import others, zoo
 from tests.adapters.made import modules_of, write_adapter
-from tests.adapters.test_company import scored
+from tests.adapters.test_batches import scored
 from tests.async_llm.helpers import last
 from tests.async_llm.test_faults import kill_engine
 from tests.coroutines import run

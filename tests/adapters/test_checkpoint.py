@@ -12,7 +12,7 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.errors import AdapterError, ModelError
 from tests import zoo
 from tests.adapters.made import modules_of, write_adapter
-from tests.adapters.test_company import scored
+from tests.adapters.test_batches import scored
 
 PARAMS = SamplingParams(temperature=0, max_tokens=8, logprobs=0, ignore_eos=True)
 PROMPT = [5, 6, 7, 8, 9]

@@ -13,11 +13,11 @@ from tests.agents.turns import (
     CALLING,
     CALLING_TWICE,
     QUESTION,
+    REASONING,
+    REASONING_BEFORE,
     RETURNED,
     RETURNED_TWICE,
-    SECOND_THOUGHT,
-    THOUGHT,
-    THOUGHT_BEFORE,
+    SECOND_REASONING,
     Weather,
     plan,
     prompts_of,
@@ -72,16 +72,16 @@ def run(agent: Any, stream: bool, asked: Any = QUESTION) -> tuple[list[Any], str
     if not stream:
         return agent.invoke(begin)["messages"], ""
     messages, text = [], ""
-    for mode, news in agent.stream(begin, stream_mode=["values", "messages"]):
+    for mode, update in agent.stream(begin, stream_mode=["values", "messages"]):
         if mode == "values":
-            messages = news["messages"]
-        elif news[0].type == "AIMessageChunk":
-            text += news[0].text
+            messages = update["messages"]
+        elif update[0].type == "AIMessageChunk":
+            text += update[0].text
     return messages, text
 
 
-def thoughts_in(messages: list[Any]) -> list[str]:
-    """What was thought, for all that LangChain reads of it: nothing in chat completions or in streams."""
+def reasoning_in(messages: list[Any]) -> list[str]:
+    """The reasoning, for all that LangChain reads of it: nothing in chat completions or in streams."""
     blocks = [block for each in messages if isinstance(each.content, list) for block in each.content]
     return ["".join(part["text"] for part in block["content"]) for block in blocks if block["type"] == "reasoning"]
 
@@ -100,11 +100,11 @@ def test_a_graph_calls_a_tool_and_answers(server: RunningServer, weather: Weathe
     assert f"{CALLED}{RETURNED}" in second
 
 
-def test_thoughts_come_back_in_responses(server: RunningServer, weather: Weather) -> None:
+def test_reasoning_comes_back_in_responses(server: RunningServer, weather: Weather) -> None:
     plan(server, CALLING, ANSWERING)
     messages, _ = run(agent_of(model_of(server, "responses"), weather), stream=False)
-    assert thoughts_in(messages) == [THOUGHT, SECOND_THOUGHT]
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
+    assert reasoning_in(messages) == [REASONING, SECOND_REASONING]
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -136,7 +136,7 @@ def test_the_server_remembers_the_conversation_if_asked_to(
     plan(server, CALLING, ANSWERING)
     agent = agent_of(model_of(server, "responses", use_previous_response_id=True), weather)
     assert run(agent, stream)[0][-1].text == ANSWER
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
 
 
 @pytest.mark.parametrize("kind", ["json_schema", "json_mode", "function_calling"])

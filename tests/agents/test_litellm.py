@@ -13,11 +13,11 @@ from tests.agents.turns import (
     CALLING,
     CALLING_TWICE,
     QUESTION,
+    REASONING,
+    REASONING_BEFORE,
     RETURNED,
     RETURNED_TWICE,
-    SECOND_THOUGHT,
-    THOUGHT,
-    THOUGHT_BEFORE,
+    SECOND_REASONING,
     TOOL,
     Weather,
     plan,
@@ -72,8 +72,8 @@ def test_a_model_thinks_calls_a_tool_and_answers(
     first, second = run(server, provider, stream, weather, [{"role": "user", "content": QUESTION}])
     assert weather.asked == [("Rome", 2)]
     assert second.content == ANSWER
-    assert [first.reasoning_content, second.reasoning_content] == [THOUGHT, SECOND_THOUGHT]
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
+    assert [first.reasoning_content, second.reasoning_content] == [REASONING, SECOND_REASONING]
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -84,7 +84,7 @@ def test_the_results_of_several_calls_come_back(
     plan(server, CALLING_TWICE, ANSWERING)
     run(server, provider, stream, weather, [{"role": "user", "content": QUESTION}])
     assert weather.asked == [("Rome", 2), ("Paris", 1)]
-    assert f"{THOUGHT_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
+    assert f"{REASONING_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
 
 
 @pytest.mark.parametrize("then", PROVIDERS)
@@ -109,8 +109,8 @@ def test_responses_are_read(server: RunningServer, stream: bool) -> None:
     answer = litellm.responses(**asked, tools=[tool], stream=stream)
     if stream:
         (answer,) = [event.response for event in answer if event.type == "response.completed"]
-    thought, call = answer.output
-    assert thought.content[0].text == THOUGHT
+    reasoning, call = answer.output
+    assert reasoning.content[0].text == REASONING
     assert json.loads(call.arguments) == {"city": "Rome", "days": 2}
 
 

@@ -14,11 +14,11 @@ from tests.agents.turns import (
     CALLING,
     CALLING_TWICE,
     QUESTION,
+    REASONING,
+    REASONING_BEFORE,
     RETURNED,
     RETURNED_TWICE,
-    SECOND_THOUGHT,
-    THOUGHT,
-    THOUGHT_BEFORE,
+    SECOND_REASONING,
     Weather,
     plan,
     prompts_of,
@@ -38,7 +38,7 @@ class Forecast(BaseModel):
 
 
 def agent_of(server: RunningServer, api: str, weather: Weather, **options: Any) -> Any:
-    """An agent that may look at the weather. Through chat completions, it sends thoughts back only where told to."""
+    """An agent that may look at the weather. Through chat completions, it sends reasoning back only where told to."""
     client = server.async_client
     model = (
         agents.OpenAIResponsesModel("stories", client)
@@ -62,7 +62,7 @@ def run(agent: Any, stream: bool, asked: Any = QUESTION, **options: Any) -> tupl
     return asyncio.run(run())
 
 
-def thoughts_in(result: Any) -> list[str]:
+def reasoning_in(result: Any) -> list[str]:
     items = [item.raw_item for item in result.new_items if item.type == "reasoning_item"]
     return ["".join(part.text for part in item.content or item.summary) for item in items]
 
@@ -77,10 +77,10 @@ def test_an_agent_thinks_calls_a_tool_and_answers(
     assert weather.asked == [("Rome", 2)]
     assert result.final_output == ANSWER
     assert text == (ANSWER if stream else "")
-    assert thoughts_in(result) == [THOUGHT, SECOND_THOUGHT]
+    assert reasoning_in(result) == [REASONING, SECOND_REASONING]
     first, second = prompts_of(server)
     assert QUESTION in first
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in second
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in second
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +93,7 @@ def test_the_results_of_several_calls_come_back(
     assert sorted(weather.asked) == [("Paris", 1), ("Rome", 2), ("Rome", 2)]
     assert result.final_output == ANSWER
     _, second, third = prompts_of(server)
-    assert f"{THOUGHT_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in second
+    assert f"{REASONING_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in second
     assert third.count(CALLED) == 2
 
 
@@ -108,7 +108,7 @@ def test_the_server_remembers_the_conversation_if_asked_to(
     again, _ = run(agent_of(server, "responses", weather), stream, "And rain?", **last)
     assert again.final_output == "It never rains in Rome."
     _, second, third = prompts_of(server)
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in second
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in second
     assert f"{CALLED}{RETURNED}<|im_start|>assistant\n{ANSWERING}<|im_end|>" in third
 
 

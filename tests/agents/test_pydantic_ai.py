@@ -14,11 +14,11 @@ from tests.agents.turns import (
     CALLING,
     CALLING_TWICE,
     QUESTION,
+    REASONING,
+    REASONING_BEFORE,
     RETURNED,
     RETURNED_TWICE,
-    SECOND_THOUGHT,
-    THOUGHT,
-    THOUGHT_BEFORE,
+    SECOND_REASONING,
     Weather,
     plan,
     prompts_of,
@@ -65,7 +65,7 @@ def run(agent: Any, stream: bool, asked: str = QUESTION, **options: Any) -> Any:
     return asyncio.run(run())
 
 
-def thoughts_in(result: Any) -> list[str]:
+def reasoning_in(result: Any) -> list[str]:
     parts = [part for message in result.all_messages() for part in message.parts if part.part_kind == "thinking"]
     return [part.content or "".join(part.provider_details["raw_content"]) for part in parts]
 
@@ -79,10 +79,10 @@ def test_an_agent_thinks_calls_a_tool_and_answers(
     result = run(agent_of(server, api, weather), stream)
     assert weather.asked == [("Rome", 2)]
     assert result.output == ANSWER
-    assert thoughts_in(result) == [THOUGHT, SECOND_THOUGHT]
+    assert reasoning_in(result) == [REASONING, SECOND_REASONING]
     first, second = prompts_of(server)
     assert QUESTION in first
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in second
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in second
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -93,7 +93,7 @@ def test_the_results_of_several_calls_come_back(
     plan(server, CALLING_TWICE, ANSWERING)
     assert run(agent_of(server, api, weather), stream).output == ANSWER
     assert sorted(weather.asked) == [("Paris", 1), ("Rome", 2)]
-    assert f"{THOUGHT_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
+    assert f"{REASONING_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -103,7 +103,7 @@ def test_a_conversation_goes_on(server: RunningServer, weather: Weather, api: st
     history = run(agent_of(server, api, weather), stream).all_messages()
     again = run(agent_of(server, api, weather), stream, "And rain?", message_history=history)
     assert again.output == "It never rains in Rome."
-    expected = f"{THOUGHT_BEFORE}{CALLED}{RETURNED}<|im_start|>assistant\n{ANSWERING}<|im_end|>"
+    expected = f"{REASONING_BEFORE}{CALLED}{RETURNED}<|im_start|>assistant\n{ANSWERING}<|im_end|>"
     assert expected in prompts_of(server)[-1]
 
 

@@ -12,11 +12,11 @@ from tests.agents.turns import (
     CALLED_TWICE,
     CALLING_TWICE,
     QUESTION,
+    REASONING,
+    REASONING_BEFORE,
     RETURNED,
     RETURNED_TWICE,
-    SECOND_THOUGHT,
-    THOUGHT,
-    THOUGHT_BEFORE,
+    SECOND_REASONING,
     TOOL,
     plan,
     prompts_of,
@@ -99,7 +99,7 @@ def test_opencode_calls_tools_and_answers(server: RunningServer, content: str | 
     plan(server, CALLING_TWICE, ANSWERING)
     message, reason, last = streamed(server, OPENCODE)
     assert reason == "tool_calls"
-    assert message["reasoning_content"] == THOUGHT
+    assert message["reasoning_content"] == REASONING
     assert [json.loads(call["function"]["arguments"]) for call in message["tool_calls"]] == [
         {"city": "Rome", "days": 2},
         {"city": "Paris", "days": 1},
@@ -114,11 +114,11 @@ def test_opencode_calls_tools_and_answers(server: RunningServer, content: str | 
         for call, city in zip(calls, ("Rome for 2 days", "Paris for 1 days"), strict=True)
     ]
     message, reason, _ = streamed(server, {**OPENCODE, "messages": [*OPENCODE["messages"], said, *results]})
-    assert (message["content"], message["reasoning_content"], reason) == (ANSWER, SECOND_THOUGHT, "stop")
-    assert f"{THOUGHT_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
+    assert (message["content"], message["reasoning_content"], reason) == (ANSWER, SECOND_REASONING, "stop")
+    assert f"{REASONING_BEFORE}{CALLED_TWICE}{RETURNED_TWICE}" in prompts_of(server)[-1]
 
 
-def test_opencode_without_thoughts_is_answered(server: RunningServer) -> None:
+def test_opencode_without_reasoning_is_answered(server: RunningServer) -> None:
     plan(server, ANSWER)
     asked = {name: value for name, value in OPENCODE.items() if name != "reasoning_effort"}
     assert streamed(server, asked)[:2] == ({"role": "assistant", "content": ANSWER, "reasoning_content": ""}, "stop")
@@ -127,7 +127,7 @@ def test_opencode_without_thoughts_is_answered(server: RunningServer) -> None:
 def test_aider_is_answered(server: RunningServer) -> None:
     plan(server, ANSWERING)
     message, reason, _ = streamed(server, AIDER)
-    assert message == {"role": "assistant", "content": ANSWER, "reasoning_content": SECOND_THOUGHT}
+    assert message == {"role": "assistant", "content": ANSWER, "reasoning_content": SECOND_REASONING}
     assert reason == "stop"
     assert "<|im_start|>assistant\nOk.<|im_end|>\n<|im_start|>user\napp.py\n```\nx = 1\n```" in prompts_of(server)[0]
 
@@ -139,13 +139,13 @@ def test_what_litellm_sends_back_of_a_message_is_taken(server: RunningServer) ->
         "role": "assistant",
         "tool_calls": [{**call, "type": "function", "index": 1}],
         "function_call": None,
-        "reasoning_content": THOUGHT,
-        "thinking_blocks": [{"type": "thinking", "thinking": THOUGHT, "signature": "unsigned"}],
-        "provider_specific_fields": {"reasoning": THOUGHT},
+        "reasoning_content": REASONING,
+        "thinking_blocks": [{"type": "thinking", "thinking": REASONING, "signature": "unsigned"}],
+        "provider_specific_fields": {"reasoning": REASONING},
     }
     result = {"role": "tool", "tool_call_id": "call_1", "content": "sunny in Rome for 2 days"}
     plan(server, ANSWERING)
     body = {"model": "stories", "messages": [{"role": "user", "content": QUESTION}, said, result], "tools": [TOOL]}
     message, _, _ = streamed(server, {**body, "stream": True})
     assert message["content"] == ANSWER
-    assert f"{THOUGHT_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[0]
+    assert f"{REASONING_BEFORE}{CALLED}{RETURNED}" in prompts_of(server)[0]

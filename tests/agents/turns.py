@@ -22,21 +22,21 @@ Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>
 {% endif %}"""
 """As Qwen 3 has it, in few words: the embedded model has a short context."""
 
-THOUGHT = "They want the weather.\nI must look."
+REASONING = "They want the weather.\nI must look."
 CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome", "days": 2}}\n</tool_call>'
 ANSWER = "It will be sunny in Rome."
 QUESTION = "How is the weather in Rome?"
 
-CALLING = f"<think>\n{THOUGHT}\n</think>\n\n{CALL}"
+CALLING = f"<think>\n{REASONING}\n</think>\n\n{CALL}"
 CALLING_TWICE = f"{CALLING}\n{CALL.replace('Rome', 'Paris').replace('2', '1')}"
-SECOND_THOUGHT = "Sunny, then."
-ANSWERING = f"<think>\n{SECOND_THOUGHT}\n</think>\n\n{ANSWER}"
+SECOND_REASONING = "Sunny, then."
+ANSWERING = f"<think>\n{SECOND_REASONING}\n</think>\n\n{ANSWER}"
 
 CALLED = '<tool_call>get_weather {"city": "Rome", "days": 2}</tool_call>'
 CALLED_TWICE = f"{CALLED}{CALLED.replace('Rome', 'Paris').replace('2', '1')}"
 RETURNED = "<|im_end|>\n<|im_start|>tool\nsunny in Rome for 2 days<|im_end|>\n"
 RETURNED_TWICE = f"{RETURNED}<|im_start|>tool\nsunny in Paris for 1 days<|im_end|>\n"
-THOUGHT_BEFORE = f"<think>\n{THOUGHT}\n</think>\n\n"
+REASONING_BEFORE = f"<think>\n{REASONING}\n</think>\n\n"
 """How these look in a prompt."""
 
 

@@ -53,7 +53,7 @@ def test_a_lesson_is_estimated_from_a_step_and_a_prompt(clock: SimpleNamespace) 
         def __call__(self, input_ids: torch.Tensor, use_cache: bool) -> None:
             clock.now += 3 + input_ids.numel()
 
-    pace = Pace.of(Model(), 2, 30)  # type: ignore[arg-type]
+    pace = Pace.measure(Model(), 2, 30)  # type: ignore[arg-type]
     assert (pace.step, pace.prompt_token) == pytest.approx((methods.SPARE * 5, methods.SPARE * 1.1))
     requests = [LessonRequest([1] * 10, number) for number in (4, 20, 4, 4)]
     in_waves, always_full = 20 + 4, 20

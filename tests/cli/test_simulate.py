@@ -57,19 +57,19 @@ def test_a_trace_can_be_simulated_with_another_engine_and_machine(recording: Pat
     assert values["step_cost"]["knots"] == [[0, 0.01], [1, 0.011]]
 
 
-def test_guesses_are_right_as_often_as_is_said_and_only_if_anything_guesses(tmp_path: Path) -> None:
+def test_draft_tokens_are_right_as_often_as_is_said_and_only_if_anything_speculates(tmp_path: Path) -> None:
     cheap_rows = ("--step-cost", '{"fixed": 0.1, "per_token": 0.001}', "--output-tokens", 100, "--max-num-seqs", 4)
     asked = ("--synthetic", "--num-requests", 8, *cheap_rows)
-    without, guessed = report(*asked), report(*asked, "--acceptance", 0.8, "--record", tmp_path / "run")
-    assert without["num_guessed_tokens"] == 0
-    assert guessed["num_steps"] < without["num_steps"] / 2
-    assert guessed["num_guessed_tokens"] > guessed["num_accepted_tokens"] > 400
+    without, speculated = report(*asked), report(*asked, "--acceptance", 0.8, "--record", tmp_path / "run")
+    assert without["num_draft_tokens"] == 0
+    assert speculated["num_steps"] < without["num_steps"] / 2
+    assert speculated["num_draft_tokens"] > speculated["num_accepted_tokens"] > 400
     assert "right (" in simulate(*asked, "--acceptance", 0.8).stdout
     again = ("--trace", tmp_path / "run", *cheap_rows[:2])
     assert report(*again)["num_accepted_tokens"] > 400
     for off in (("--acceptance", 0), ("--speculation", "off")):
         assert report(*again, *off)["num_steps"] == without["num_steps"]
-    assert "guesses nothing" in simulate(*again, "--speculation", "off", "--acceptance", 0.5).stderr
+    assert "drafts nothing" in simulate(*again, "--speculation", "off", "--acceptance", 0.5).stderr
     assert "nothing is loaded here" in simulate(*again, "--draft-model", "x").stderr
 
 

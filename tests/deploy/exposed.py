@@ -12,10 +12,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from inflight import SamplingParams
+from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.metrics import Loads
 from inflight.server.models.pool import InMemory, ModelPool
-from inflight.server.models.roster import Roster
-from inflight.server.operations.collectors import Together
+from inflight.server.operations.collectors import MergedCollector
 from inflight.server.operations.metrics import PROCESS, Metrics
 from tests.deploy.promql import Exposed
 from tests.server.operations.serving import client_of
@@ -43,10 +43,10 @@ async def _metrics() -> Exposed:
         for status in STATUSES:
             await client.post("/v1/completions", headers={"wanted": str(status)})
     await metrics.update()
-    pool: ModelPool[InMemory] = ModelPool({"tiny": _load}, Roster({"tiny": 1}, 1))
+    pool: ModelPool[InMemory] = ModelPool({"tiny": _load}, LoadScheduler({"tiny": 1}, 1))
     with pool.use("tiny") as use:
         await use.model()
-    text = generate_latest(Together([PROCESS, metrics.registry, Loads(pool)])).decode()
+    text = generate_latest(MergedCollector([PROCESS, metrics.registry, Loads(pool)])).decode()
     await pool.close()
     return Exposed(text)
 

@@ -105,7 +105,7 @@ def has_windows(name: str) -> bool:
 
 class Teacher:
     """Replaces the engine's sampler and identifies requests by their seed. `logits`: by request and index; rows after a
-    wrong guess do not count."""
+    rejected draft token do not count."""
 
     def __init__(self, lessons: Sequence[Reference]) -> None:
         self.lessons = lessons
@@ -154,16 +154,16 @@ class Run:
 
 
 def run_teacher_forced(
-    model: PreTrainedModel, lessons: Sequence[Reference], *, guesses: bool = False, **options: Any
+    model: PreTrainedModel, lessons: Sequence[Reference], *, drafts: bool = False, **options: Any
 ) -> Run:
     """Run all lessons through an engine for `model` with these options, and compare every row of logits with them.
 
     Args:
-        guesses: whether tokens are guessed, right ones and wrong ones.
+        drafts: whether there are draft tokens, right ones and wrong ones.
     """
-    engine = Engine(model, EngineConfig(speculation="lookup" if guesses else "off", **options))
+    engine = Engine(model, EngineConfig(speculation="lookup" if drafts else "off", **options))
     teacher, run = Teacher(lessons), Run(num_requests=len(lessons))
-    if guesses:
+    if drafts:
         know_the_lessons(engine, lessons)
     engine.runner.sampler = teacher  # type: ignore[assignment]
     engine.observer = run.records.append
@@ -184,7 +184,7 @@ def run_teacher_forced(
 
 
 def know_the_lessons(engine: Engine, lessons: Sequence[Reference]) -> None:
-    """Let the engine guess what the lessons say, and be wrong as often as not."""
+    """Let the engine draft what the lessons say, and be wrong as often as not."""
     make_it_ask(engine, Oracle([[*each.prompt, *each.tokens] for each in lessons], zoo.VOCAB_SIZE, 0.7))
 
 

@@ -24,8 +24,8 @@ LATIN_SQUARE = [
     for column, budget in enumerate(BUDGETS)
 ]
 """Every model runs with every budget and every block size; several models run with each of the nine pairs."""
-WITH_GUESSES = 64
-"""The budget with which tokens are guessed, too."""
+WITH_DRAFTS = 64
+"""The budget with which there are draft tokens, too."""
 TIGHT = 160  # a cache for one sequence of this many tokens; requests have up to 124
 ROOMY = 16_384
 
@@ -43,10 +43,10 @@ def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budge
         block_size=block_size,
         num_blocks=num_blocks_for(name, TIGHT, block_size=block_size, budget=budget),
         max_num_seqs=12,
-        guesses=budget == WITH_GUESSES,
+        drafts=budget == WITH_DRAFTS,
     )
     assert_exact(run)
-    assert (run.num_accepted_tokens > 0) == (budget == WITH_GUESSES)
+    assert (run.num_accepted_tokens > 0) == (budget == WITH_DRAFTS)
     assert run.num_preemptions > 0 or (budget == 2048 and has_windows(name))
     assert run.count("decode") > 0
     assert (run.count("chunk") > 0) == (budget < 100)

@@ -120,8 +120,8 @@ def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch
     num_interrupts = 0
     while engine.has_unfinished_requests:
         try:
-            for news in engine.step():
-                outputs[news.request_id] += news.new_token_ids
+            for output in engine.step():
+                outputs[output.request_id] += output.new_token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
     assert num_interrupts > 5
@@ -145,7 +145,7 @@ def test_a_model_whose_two_forward_paths_differ_runs_like_generate(dtype: str) -
 def test_prompts_can_run_in_one_piece(kind: str, name: str) -> None:
     model = others.build(name)
     executor = make_executor(RunMode(kind, in_one_piece=True), model, block_size=4, num_slots=2)
-    assert prove(executor, PlainModel.of(model).with_effect(), 2e-5) < 2e-5
+    assert prove(executor, PlainModel.run(model).with_effect(), 2e-5) < 2e-5
 
 
 @pytest.mark.parametrize("kind", ["rows", "sequential"])
@@ -179,7 +179,7 @@ def test_a_model_that_cannot_be_proved_is_refused() -> None:
                 weight.zero_()
     with pytest.raises(ModelError, match="nothing can be proved"):
         LLM(mute, **others.options())
-    assert (PlainModel.of(model).with_effect().effect or 0) > 1e-2
+    assert (PlainModel.run(model).with_effect().effect or 0) > 1e-2
 
 
 def test_the_rows_executor_scores_prompts() -> None:

@@ -145,7 +145,7 @@ def test_a_caught_matrix_multiplies_however_it_is_given() -> None:
     """By name, too, and beside what is not caught."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(shape, generator=generator) for shape in ((96, 64), (5, 64)))
-    caught, expected = CaughtMatrix.of(weight), nn.functional.linear(x, weight)
+    caught, expected = CaughtMatrix.from_weight(weight), nn.functional.linear(x, weight)
     for given in (nn.functional.linear(x, caught), nn.functional.linear(input=x, weight=caught, bias=None)):
         torch.testing.assert_close(given, expected)
     assert torch.equal(nn.functional.linear(caught, weight[:3]), nn.functional.linear(weight, weight[:3]))
@@ -157,7 +157,7 @@ class Router(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weight = CaughtMatrix.of(torch.eye(8))
+        self.weight = CaughtMatrix.from_weight(torch.eye(8))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits = nn.functional.linear(hidden_states, self.weight)

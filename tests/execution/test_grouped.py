@@ -24,7 +24,7 @@ from inflight.execution.kernels import has_panels
 from inflight.execution.preparation import prepare as preparation
 from inflight.execution.preparation.prepare import prepare
 from inflight.execution.weights.formats import PLAIN, find_format
-from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, multiplies_whole_numbers
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, supports_int8_activations
 from inflight.execution.weights.int8_linear import int8_layer
 from inflight.execution.weights.rounded_model import round_weights
 from inflight.execution.weights.tied_embedding import PrepackedEmbedding
@@ -87,7 +87,7 @@ def random_groups(layout: GroupedLayout, shape: tuple[int, int], *, in_another_o
 
 
 def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight:
-    return GroupedWeight.of("test", [groups], dtype, is_stacked=False)
+    return GroupedWeight.from_groups("test", [groups], dtype, is_stacked=False)
 
 
 # ------------------------------------------------------------------------------------------- what they stand for
@@ -144,7 +144,7 @@ def test_inputs_may_lie_in_another_order(kind: type[GroupedLinear]) -> None:
 
 def test_a_grouped_weight_is_a_parameter_like_any_other() -> None:
     groups = [random_groups(LAYOUTS["a minimum"], (64, 96)) for _ in range(3)]
-    one, several = grouped(groups[0]), GroupedWeight.of("test", groups, torch.float32, is_stacked=True)
+    one, several = grouped(groups[0]), GroupedWeight.from_groups("test", groups, torch.float32, is_stacked=True)
     values, stacked = groups[0].values(), torch.stack([each.values() for each in groups])
     parameter = nn.Parameter(one, requires_grad=False)
     x = drawn(5, 96)
@@ -259,7 +259,7 @@ def rounded_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def test_the_fast_arithmetic_computes_what_its_definition_says(
     layout: GroupedLayout, shape: tuple[int, int], dtype: torch.dtype
 ) -> None:
-    if not multiplies_whole_numbers():
+    if not supports_int8_activations():
         pytest.skip("this CPU does not multiply whole numbers")
     groups, bias = random_groups(layout, shape), drawn(shape[0]).to(dtype)
     layer = GroupedLinear(grouped(groups, dtype), bias)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from inflight.execution.mapped_memory import let_go_of_file_pages, populate, untouched_memory
+from inflight.execution.mapped_memory import populate, release_file_pages, untouched_memory
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only done on Linux")
 SHAPE = (1024, 4096)  # 16 MiB
@@ -34,7 +34,7 @@ def test_pages_of_a_file_are_released_and_return_when_they_are_read(tmp_path: Pa
     assert torch.equal(weights["first"], expected)
     assert torch.equal(weights["second"], -expected)
     before = resident_bytes(weights["first"])
-    let_go_of_file_pages(weights["first"].T if transposed else weights["first"])
+    release_file_pages(weights["first"].T if transposed else weights["first"])
     gone = before - resident_bytes(weights["first"])
     assert 0.95 * expected.nbytes <= gone <= 1.05 * expected.nbytes
     assert torch.equal(weights["first"], expected)
@@ -42,7 +42,7 @@ def test_pages_of_a_file_are_released_and_return_when_they_are_read(tmp_path: Pa
 
 def test_memory_without_a_file_is_kept() -> None:
     tensor = torch.ones(SHAPE)
-    let_go_of_file_pages(tensor)
+    release_file_pages(tensor)
     assert (tensor == 1).all()
 
 

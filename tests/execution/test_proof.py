@@ -40,7 +40,7 @@ def test_chunks_are_spans_that_do_not_end_a_prompt() -> None:
 
 def test_prompts_run_together_as_they_do_alone() -> None:
     model = zoo.build("llama")
-    alone, together = (PlainModel.of(model, IN_SHORT, together=each) for each in (False, True))
+    alone, together = (PlainModel.run(model, IN_SHORT, together=each) for each in (False, True))
     assert alone.prompts == together.prompts
     torch.testing.assert_close(together.logits, alone.logits)
 
@@ -62,7 +62,7 @@ def test_logits_that_are_not_numbers_do_not_agree(slot: int, monkeypatch: pytest
         is_last = len(batch.spans) == 1 and batch.spans[0].slot == slot
         return forward(batch) * (nan if is_last else 1)
 
-    plain = PlainModel.of(model)
+    plain = PlainModel.run(model)
     assert compare(executor, plain, 2e-5) < 2e-5
     monkeypatch.setattr(executor, "forward", spoiled)
     with pytest.raises(ModelError, match="its logits differ by nan"):

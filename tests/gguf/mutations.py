@@ -29,7 +29,7 @@ def check_mutations(whole: bytes, folder: Path, rng: random.Random, number: int)
         except ModelError:
             refused += 1
             continue
-        GgufSummary.of(header)
+        GgufSummary.from_header(header)
         size = path.stat().st_size
         assert all(0 < each.start <= each.start + each.nbytes <= size for each in header.tensors.values())
     return refused

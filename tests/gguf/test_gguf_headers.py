@@ -66,7 +66,7 @@ def test_what_a_header_says_is_what_its_writer_wrote(tmp_path: Path, whole: byte
         assert own.shape == tuple(int(size) for size in each.shape[::-1])
         assert own.kind == each.tensor_type.name
         assert (own.start, own.nbytes) == (each.data_offset, each.n_bytes)
-    summary = GgufSummary.of(header)
+    summary = GgufSummary.from_header(header)
     assert summary.cache_bytes_per_token == 1 * 2 * (64 + 64) * 2
     assert summary.context == 512
 

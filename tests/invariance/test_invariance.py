@@ -55,7 +55,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "prefix hits": {"max_num_seqs": 4, "enable_prefix_caching": True},
     "a shared prefix in flight": {"max_num_seqs": 64, "enable_prefix_caching": True},
     "preemption": {"max_num_seqs": 16},
-    "guesses": {"max_num_seqs": 5, "speculation": "lookup"},
+    "draft tokens": {"max_num_seqs": 5, "speculation": "lookup"},
 }
 
 
@@ -156,7 +156,7 @@ def test_the_bits_do_not_depend_on_the_batch(name: str, precision: str, configur
     assert engine.model_info.is_batch_invariant
     stats = engine.stats()
     assert bool(stats.num_preemptions) == (configuration == "preemption")
-    assert bool(stats.num_accepted_tokens) == (configuration == "guesses")
+    assert bool(stats.num_accepted_tokens) == (configuration == "draft tokens")
     assert bool(stats.num_cached_tokens) == bool(options.get("enable_prefix_caching"))
 
 

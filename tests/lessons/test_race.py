@@ -62,7 +62,7 @@ def test_padding_is_the_unused_part_of_a_row() -> None:
         {0: ("prefill", 0, 0), 1: ("prefill", 6, 6)},
         {0: ("decode", 0, 0), 1: ("padding", 1, 11)},
     ]
-    scores = Scores.of(run, num_slots=2)
+    scores = Scores.from_run(run, num_slots=2)
     assert scores.token_padding == 7 / 22
     assert scores.key_padding == 17 / 42
     assert scores.occupancy == 3 / 4

@@ -10,15 +10,17 @@ from rich.console import Console
 
 from inflight.loadtest.figure import load_figure
 from inflight.loadtest.report import Distribution, Objectives, report_of
-from inflight.loadtest.runner import Record
+from inflight.loadtest.runner import RequestRecord
 from inflight.observe.pictures import save_png
 
 
-def record(scheduled: float, sent: float, *token_times: float, failure: str | None = None, count: int = 0) -> Record:
+def record(
+    scheduled: float, sent: float, *token_times: float, failure: str | None = None, count: int = 0
+) -> RequestRecord:
     """A request that ended with its last token; if `count` is given, the server counted its tokens."""
     finished = token_times[-1] if token_times else sent + 1
     counts = (count or len(token_times), bool(count))
-    return Record(scheduled, sent, array("d", token_times), finished, 10, *counts, failure)
+    return RequestRecord(scheduled, sent, array("d", token_times), finished, 10, *counts, failure)
 
 
 RECORDS = [
@@ -61,11 +63,11 @@ def test_numbers_are_as_defined() -> None:
 
 def test_quantiles_match_the_values() -> None:
     values = np.random.default_rng(0).exponential(size=1001)
-    found = Distribution.of(values.tolist())
+    found = Distribution.from_values(values.tolist())
     ordered = sorted(values.tolist())
     assert found is not None
     assert (found.median, found.p90, found.p95, found.p99) == (ordered[500], ordered[900], ordered[950], ordered[990])
-    assert Distribution.of([]) is None
+    assert Distribution.from_values([]) is None
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_the_tables_show_failures_and_missing_counts() -> None:
 
 @pytest.mark.parametrize("records", [RECORDS, RECORDS[3:4], RECORDS[:1]], ids=["all", "only failed", "one"])
 @pytest.mark.thorough("one")
-def test_every_run_can_be_drawn(records: list[Record], tmp_path: Path) -> None:
+def test_every_run_can_be_drawn(records: list[RequestRecord], tmp_path: Path) -> None:
     figure = load_figure(records, "a run")
     assert [panel.get_title(loc="left") for panel in figure.axes] == [
         "requests",

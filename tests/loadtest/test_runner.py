@@ -9,7 +9,7 @@ import pytest
 from aiohttp import web
 
 from inflight.loadtest.openai_client import OpenAIClient
-from inflight.loadtest.runner import LoadRequest, Record, Tally, allow_connections, run_load
+from inflight.loadtest.runner import LoadRequest, RequestRecord, Tally, allow_connections, run_load
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse, text_chunk, usage_chunk
 from tests.ports import port_of_nobody
 
@@ -98,7 +98,7 @@ class Script:
         """End the answer."""
         self._ends[number].set()
 
-    async def records(self) -> list[Record]:
+    async def records(self) -> list[RequestRecord]:
         return await self._run
 
     async def _behave(self, exchange: Exchange) -> None:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from inflight.observe.step_view import StepView, letters, visible
+from inflight.observe.step_view import StepView, sequence_label, visible
 from tests import zoo
 from tests.observe.steps import MIXED, captured
 
@@ -60,7 +60,7 @@ def test_each_kind_of_attention_call_has_its_mask(name: str, headings: list[str]
 
 
 def test_sequences_are_lettered_like_spreadsheet_columns() -> None:
-    assert [letters(n) for n in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
+    assert [sequence_label(n) for n in (0, 25, 26, 51, 52, 701, 702)] == ["A", "Z", "AA", "AZ", "BA", "ZZ", "AAA"]
 
 
 def test_any_token_is_written_on_one_line() -> None:

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM
-from inflight.prefix_store.archive import Moved, read_archive, write_archive
+from inflight.prefix_store.archive import ArchiveTotals, read_archive, write_archive
 from inflight.prefix_store.block_folder import is_pinned
-from inflight.prefix_store.inspection import holdings
+from inflight.prefix_store.inspection import stored_fingerprints
 from tests import zoo
 from tests.prefix_store.test_restored_prefixes import PROMPTS, restored, run, salted
 from tests.speculation.random_requests import said
@@ -20,9 +20,9 @@ from tests.speculation.random_requests import said
 MAX_BYTES = 10**8
 
 
-def moved(source: Path, target: Path, *, only_pinned: bool = False) -> Moved:
+def moved(source: Path, target: Path, *, only_pinned: bool = False) -> ArchiveTotals:
     file = io.BytesIO()
-    written = write_archive(source, holdings(source), file, only_pinned=only_pinned)
+    written = write_archive(source, stored_fingerprints(source), file, only_pinned=only_pinned)
     file.seek(0)
     assert read_archive(file, target, MAX_BYTES) == replace(written, num_damaged=0)
     return written
@@ -30,12 +30,12 @@ def moved(source: Path, target: Path, *, only_pinned: bool = False) -> Moved:
 
 def archive_of(folder: Path) -> bytes:
     file = io.BytesIO()
-    write_archive(folder, holdings(folder), file)
+    write_archive(folder, stored_fingerprints(folder), file)
     return file.getvalue()
 
 
 def num_files(folder: Path) -> int:
-    return sum(each.num_blocks for each in holdings(folder))
+    return sum(each.num_blocks for each in stored_fingerprints(folder))
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "phi3_longrope"])
@@ -72,7 +72,7 @@ def test_what_is_salted_stays(tmp_path: Path) -> None:
     options: dict[str, Any] = {"block_size": 4}
     run(LLM(model, **options, prefix_cache_dir=here), salted("secret"))
     assert num_files(here) > 0
-    assert moved(here, there) == Moved()
+    assert moved(here, there) == ArchiveTotals()
 
 
 def test_only_what_is_pinned(tmp_path: Path) -> None:
@@ -81,16 +81,16 @@ def test_only_what_is_pinned(tmp_path: Path) -> None:
     run(llm)
     assert llm.cache_prefix({"prompt_token_ids": PROMPTS[0]["prompt_token_ids"][:50]}) == 48
     assert moved(here, there, only_pinned=True).num_blocks == num_files(there) == 12
-    (holding,) = holdings(there)
+    (holding,) = stored_fingerprints(there)
     assert holding.num_pinned_bytes == holding.num_bytes
     assert all(is_pinned(path.stat()) for path in holding.files())
-    assert holding.about == holdings(here)[0].about
+    assert holding.about == stored_fingerprints(here)[0].about
 
 
 def test_damaged_blocks_are_left_out(tmp_path: Path) -> None:
     model, here, there = zoo.build("llama"), tmp_path / "here", tmp_path / "there"
     expected = run(LLM(model, block_size=4, prefix_cache_dir=here))
-    (holding,) = holdings(here)
+    (holding,) = stored_fingerprints(here)
     chosen = random.Random(1).sample(holding.files(), 4)
     for path in chosen:
         data = bytearray(path.read_bytes())

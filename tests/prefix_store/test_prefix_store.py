@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.block_store import BlockContent, Loading
+from inflight.contracts.block_store import BlockContent, BlockLoading
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
 
 NUM_BLOCKS, SIZE = 8, 1000
@@ -55,7 +55,7 @@ def save(store: PrefixStore, chain: list[BlockContent], is_current: Callable[[],
     store.flush(LONG)
 
 
-def load(store: PrefixStore, chain: list[BlockContent], first: int = 4) -> Loading:
+def load(store: PrefixStore, chain: list[BlockContent], first: int = 4) -> BlockLoading:
     loading = store.load([(content, first + number) for number, content in enumerate(chain)])
     while not loading.is_done:
         store.wait(LONG)

@@ -13,7 +13,7 @@ from inflight import LLM, AsyncLLM, ModelError, SamplingParams
 from inflight.cli import app
 from inflight.contracts.outputs import RequestOutput
 from inflight.prefix_store import block_file
-from inflight.prefix_store.inspection import holdings
+from inflight.prefix_store.inspection import stored_fingerprints
 from tests import others, zoo
 from tests.speculation.random_requests import generate, random_requests, said
 
@@ -204,7 +204,7 @@ def test_an_engine_that_is_stopped_saves_what_it_knows(tmp_path: Path) -> None:
                 pass
 
     asyncio.run(run_once())
-    (held,) = holdings(tmp_path)
+    (held,) = stored_fingerprints(tmp_path)
     llm = LLM()
     assert llm.tokenizer is not None
     assert held.num_blocks == len(llm.tokenizer.encode(TEXT)) // 16 > 3

@@ -25,8 +25,8 @@ class Sizes:
     recompute_beyond: int | None = None
     windows: tuple[int | None, ...] = (None,)
     """The window of each cache group."""
-    guessing: int | None = None
-    """The seed of random guesses; None: nothing is guessed."""
+    drafting: int | None = None
+    """The seed of random draft tokens; None: there are none."""
     storing: int | None = None
     """The seed of a store outside of the cache; None: there is none."""
 

@@ -34,7 +34,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         prefix_caching=rng.random() < 0.8,
         max_scored=rng.choice([256, rng.randint(1, 12)]),
         recompute_beyond=rng.choice([None, None, rng.randint(1, 16)]),
-        guessing=rng.choice([None, rng.randrange(1 << 30)]),
+        drafting=rng.choice([None, rng.randrange(1 << 30)]),
         storing=rng.choice([None, rng.randrange(1 << 30)]),
     )
 

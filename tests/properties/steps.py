@@ -33,14 +33,14 @@ def check_plan(world: "World", plan: StepPlan) -> None:
     for span, *tables in zip(plan.spans, *plan.tables, strict=True):
         expected = world.unfinished[span.sequence_id]
         assert span.start == expected.num_computed
-        known_end = span.end - span.num_guessed
-        assert list(span.token_ids) == expected.token_ids[span.start : known_end] + list(span.guessed_ids)
+        known_end = span.end - span.num_draft_tokens
+        assert list(span.token_ids) == expected.token_ids[span.start : known_end] + list(span.draft_token_ids)
         assert known_end > span.start
-        assert span.sequence_length == len(expected.token_ids) + span.num_guessed
+        assert span.sequence_length == len(expected.token_ids) + span.num_draft_tokens
         is_last = known_end == len(expected.token_ids)
-        assert span.num_logit_rows == len(span.scored_ids) + is_last + span.num_guessed <= span.length
-        if span.num_guessed:
-            check_guess(world, span, expected)
+        assert span.num_logit_rows == len(span.scored_ids) + is_last + span.num_draft_tokens <= span.length
+        if span.num_draft_tokens:
+            check_draft_tokens(world, span, expected)
         prompt = expected.request.prompt_token_ids
         assert list(span.scored_ids) == (prompt[expected.num_scored : span.end + 1] if expected.wants_scores else [])
         world.reached["prompts scored in pieces"] += bool(span.scored_ids) and not is_last
@@ -59,8 +59,8 @@ def check_plan(world: "World", plan: StepPlan) -> None:
     assert all(world.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"
 
 
-def check_guess(world: "World", span: Span, expected: Expected) -> None:
-    """Only decodes are followed by guesses, as far as the sequence may reach and the model sees it as before."""
+def check_draft_tokens(world: "World", span: Span, expected: Expected) -> None:
+    """Only decodes are followed by draft tokens, as far as the sequence may reach and the model sees it as before."""
     assert span.start == len(expected.token_ids) - 1
     assert span.end < expected.request.max_num_tokens
     beyond = world.sizes.recompute_beyond
@@ -75,8 +75,8 @@ def scored(world: "World", plan: StepPlan) -> list[Span]:
 def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_preempted: bool) -> None:
     """Decodes come first, prefills with them stay within their limit, and no usable budget is left. All of this is so
     among those that are not in the background, if any of them runs, else in the background."""
-    ends = {span.sequence_id: span.end - span.num_guessed for span in plan.spans}
-    known = {span.sequence_id: span.length - span.num_guessed for span in plan.spans}
+    ends = {span.sequence_id: span.end - span.num_draft_tokens for span in plan.spans}
+    known = {span.sequence_id: span.length - span.num_draft_tokens for span in plan.spans}
     beside = [each for each in map(world.unfinished.__getitem__, ends) if each.is_background]
     in_background = len(beside) == len(ends)
     if not in_background and beside:

@@ -45,7 +45,7 @@ sizes = st.builds(
     prefix_caching=st.sampled_from([True, True, True, False]),
     max_scored=st.sampled_from([256, 1, 3, 7]),
     recompute_beyond=st.none() | st.integers(1, 16),
-    guessing=st.none() | st.integers(0, 1 << 30),
+    drafting=st.none() | st.integers(0, 1 << 30),
     storing=st.none() | st.integers(0, 1 << 30),
 )
 
@@ -164,8 +164,8 @@ def reached() -> Counter[str]:
         ("prompts scored in pieces", 300),
         ("prompts that waited for rows of logits", 100),
         ("restarts after a step that went wrong", 30),
-        ("right guesses", 1000),
-        ("wrong guesses", 1000),
+        ("accepted draft tokens", 1000),
+        ("rejected draft tokens", 1000),
         ("sequences that found something computed", 1000),
         ("spans that read what another wrote in the same step", 50),
         ("steps waited for a sibling", 300),

@@ -12,7 +12,7 @@ import pytest
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Node, Parent, Root
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
@@ -46,7 +46,7 @@ class World:
             ),
             aging_steps=sizes.aging_steps,
             enable_prefix_caching=sizes.prefix_caching,
-            speculator=None if sizes.guessing is None else RandomSpeculator(sizes.guessing),
+            speculator=None if sizes.drafting is None else RandomSpeculator(sizes.drafting),
             block_store=self.store,
         )
         self.lanes = Lanes(sizes.num_slots)
@@ -65,7 +65,7 @@ class World:
         """Finished sequences that later prompts can begin with."""
         self.outcomes: dict[tuple[str, int], tuple[list[int], str]] = {}
         """For each ended request and index, the output and the finish reason."""
-        self.contents: dict[Node, tuple[Root, tuple[int, ...]]] = {}
+        self.contents: dict[PrefixNode, tuple[Root, tuple[int, ...]]] = {}
         """All tokens up to the end of a node's block."""
         self.reached: Counter[str] = Counter()
 
@@ -159,7 +159,7 @@ class World:
         for index, (expected, span, row) in enumerate(zip(self.hit, plan.spans, rows, strict=True)):
             if expected.finish_reason is not None:
                 continue
-            expected.num_computed = span.end - span.num_guessed
+            expected.num_computed = span.end - span.num_draft_tokens
             expected.num_scored += len(span.scored_ids)
             if row:
                 assert not expected.wants_scores, "all of the prompt is scored before the first token"
@@ -167,10 +167,10 @@ class World:
                 num_before = len(expected.token_ids)
                 taken = expected.take(row)
                 given.append((span.sequence_id, taken, expected.finish_reason))
-                if span.num_guessed:
+                if span.num_draft_tokens:
                     expected.num_computed += len(taken) - 1
-                    self.reached["right guesses"] += len(taken) - 1
-                    self.reached["wrong guesses"] += span.num_guessed - len(taken) + 1
+                    self.reached["accepted draft tokens"] += len(taken) - 1
+                    self.reached["rejected draft tokens"] += span.num_draft_tokens - len(taken) + 1
                 outgrown = beyond is not None and num_before <= beyond < len(expected.token_ids)
                 if outgrown and expected.finish_reason is None:
                     expected.num_computed = 0
@@ -386,15 +386,15 @@ class World:
         return [other for other in self.running() if other.request is each.request and other is not each]
 
     def past(self, each: Expected, end: int | Span) -> list[Place]:
-        """The places of a sequence's first `end` tokens, or of all up to the end of a span, with its guesses."""
+        """The places of a sequence's first `end` tokens, or of all up to the end of a span, with its draft tokens."""
         beyond = self.sizes.recompute_beyond
         is_long = beyond is not None and len(each.token_ids) > beyond
         token_ids = each.token_ids[:end] if isinstance(end, int) else each.token_ids[: end.end]
         if not isinstance(end, int):
-            token_ids = [*token_ids, *end.guessed_ids]
+            token_ids = [*token_ids, *end.draft_token_ids]
         return [(i, token, is_long, each.request.cache_salt) for i, token in enumerate(token_ids)]
 
-    def known_nodes(self) -> set[Node]:
+    def known_nodes(self) -> set[PrefixNode]:
         return set(self.pool._prefix_cache._nodes.values())
 
     def content_of(self, parent: Parent) -> tuple[Root, tuple[int, ...]]:
@@ -409,12 +409,12 @@ class World:
 
 def chosen_after(span: Span, sampled: list[int]) -> list[int]:
     """The tokens that a runner returns for a span, if its rows choose those of `sampled` in turn: up to the first that
-    was not guessed. Without guesses, all of `sampled`."""
-    if not span.num_guessed:
+    differs from its draft token. Without draft tokens, all of `sampled`."""
+    if not span.num_draft_tokens:
         return sampled
     chosen = []
-    for row, guessed in enumerate([*span.guessed_ids, None]):
+    for row, proposed in enumerate([*span.draft_token_ids, None]):
         chosen.append(sampled[row % len(sampled)])
-        if chosen[-1] != guessed:
+        if chosen[-1] != proposed:
             break
     return chosen

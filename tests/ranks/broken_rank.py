@@ -3,10 +3,10 @@
 import sys
 
 from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import Failed
+from inflight.engine.ranks.messages import RankFailed
 
 if __name__ == "__main__":
     link = StreamLink(sys.stdin.buffer, sys.stdout.buffer)
     link.receive()
-    link.send(Failed("no luck"))
+    link.send(RankFailed("no luck"))
     sys.exit(1)

@@ -112,8 +112,8 @@ def test_each_engine_can_be_watched_by_its_number(llm: AsyncLLM, tmp_path: Path)
                 await asyncio.gather(*(last(llm, prompt, SHORT) for prompt in PROMPTS))
 
         asking = asyncio.create_task(ask())
-        async for looks in states:
-            for number, state in looks.items():
+        async for live_states in states:
+            for number, state in live_states.items():
                 steps[number] += state.num_steps
                 assert all(each.request_id.startswith("request-") for each in (*state.running, *state.waiting))
             if asking.done():

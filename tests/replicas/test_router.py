@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from inflight.contracts.config import ROUTINGS
-from inflight.engine.replicas.expectation import Expectation, Load
-from inflight.engine.replicas.router import ReplicaSize, Router, Sent
+from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
+from inflight.engine.replicas.ttft_estimator import ReplicaLoad, TtftEstimator
 
 SIZE = ReplicaSize(num_slots=8, num_blocks=64, block_size=4)
 ALL = (0, 1, 2, 3)
@@ -27,10 +27,10 @@ class Clock:
         self.router = Router(routing, num_replicas, size)
         self.now = 0.0
 
-    def send(self, token_ids: list[int], available: tuple[int, ...] = ALL, salt: str | None = None) -> Sent:
+    def send(self, token_ids: list[int], available: tuple[int, ...] = ALL, salt: str | None = None) -> RoutedRequest:
         return self.router.send(token_ids, salt, available, self.now)
 
-    def finish(self, sent: Sent, token_ids: list[int] | None = None, salt: str | None = None) -> None:
+    def finish(self, sent: RoutedRequest, token_ids: list[int] | None = None, salt: str | None = None) -> None:
         self.now += 0.1
         self.router.begin(sent, self.now)
         self.now += 0.1
@@ -80,7 +80,7 @@ def test_a_replica_that_owes_much_gets_nothing_more() -> None:
 def test_nobody_waits_for_the_background_and_that_is_spread_all_the_same() -> None:
     clock = Clock(num_replicas=2)
 
-    def send(number: int, *, in_background: bool) -> Sent:
+    def send(number: int, *, in_background: bool) -> RoutedRequest:
         return clock.router.send(prompt(number, 400), None, (0, 1), clock.now, in_background=in_background)
 
     job = [send(number, in_background=True) for number in range(8)]
@@ -133,37 +133,37 @@ def test_a_cache_that_shares_nothing_is_expected_to_have_nothing() -> None:
 
 @pytest.mark.parametrize("scale", [1e-3, 1.0, 100.0])
 def test_the_line_is_learned_on_machines_of_any_speed(scale: float) -> None:
-    expectation, rng = Expectation(64), random.Random(1)
+    expectation, rng = TtftEstimator(64), random.Random(1)
     for _ in range(300):
-        load = Load(rng.randrange(1, 4000), rng.randrange(40))
+        load = ReplicaLoad(rng.randrange(1, 4000), rng.randrange(40))
         seconds = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
         expectation.observe_first_token(load, seconds * rng.uniform(0.9, 1.1))
-    for load in (Load(10, 3), Load(2000, 0), Load(500, 30)):
+    for load in (ReplicaLoad(10, 3), ReplicaLoad(2000, 0), ReplicaLoad(500, 30)):
         exact = scale * (0.02 + 5e-4 * load.num_owed + 3e-3 * load.num_running)
         assert expectation.seconds(load) == pytest.approx(exact, rel=0.1)
 
 
 def test_what_is_expected_grows_with_load_whatever_was_seen() -> None:
     rng = random.Random(2)
-    expectation = Expectation(8)
+    expectation = TtftEstimator(8)
     for _ in range(200):
-        expectation.observe_first_token(Load(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
+        expectation.observe_first_token(ReplicaLoad(rng.randrange(3000), rng.randrange(8)), rng.expovariate(1.0))
         expectation.observe_run(rng.expovariate(0.1))
-        here = expectation.seconds(Load(500, 4))
-        assert 0 <= here <= expectation.seconds(Load(600, 4)) <= expectation.seconds(Load(600, 5))
+        here = expectation.seconds(ReplicaLoad(500, 4))
+        assert 0 <= here <= expectation.seconds(ReplicaLoad(600, 4)) <= expectation.seconds(ReplicaLoad(600, 5))
 
 
 def test_beyond_the_slots_one_waits_for_others_ends() -> None:
-    expectation = Expectation(4)
+    expectation = TtftEstimator(4)
     expectation.observe_run(8.0)
-    assert expectation.seconds(Load(0, 4)) - expectation.seconds(Load(0, 3)) >= 2.0
+    assert expectation.seconds(ReplicaLoad(0, 4)) - expectation.seconds(ReplicaLoad(0, 3)) >= 2.0
 
 
 def test_a_stall_is_forgotten() -> None:
-    expectation = Expectation(64)
+    expectation = TtftEstimator(64)
     for number in range(100):
-        expectation.observe_first_token(Load(100, 0), 60.0 if number == 50 else 0.1)
-    assert expectation.seconds(Load(100, 0)) < 0.12
+        expectation.observe_first_token(ReplicaLoad(100, 0), 60.0 if number == 50 else 0.1)
+    assert expectation.seconds(ReplicaLoad(100, 0)) < 0.12
 
 
 # ------------------------------------------------------------------------------------------------- state
@@ -175,7 +175,7 @@ class Routing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.clock = Clock(size=ReplicaSize(num_slots=2, num_blocks=20, block_size=4))
-        self.running: list[Sent] = []
+        self.running: list[RoutedRequest] = []
 
     @rule(number=st.integers(0, 5), length=st.integers(1, 120), available=st.sets(st.sampled_from(ALL), min_size=1))
     def send(self, number: int, length: int, available: set[int]) -> None:
@@ -206,7 +206,7 @@ class Routing(RuleBasedStateMachine):
         for number, replica in enumerate(self.clock.router._replicas):
             here = [sent for sent in self.running if sent.replica == number]
             owed = sum(sent.num_owed for sent in here if not sent.has_begun)
-            assert replica.load == Load(owed, len(here))
+            assert replica.load == ReplicaLoad(owed, len(here))
             assert len(replica._blocks) <= 20
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
-from inflight.scheduling.prefix_cache import Node, Root, make_key
+from inflight.scheduling.prefix_cache import PrefixNode, Root, make_key
 
 
 def pool_of(num_blocks: int, block_size: int, *groups: CacheGroup) -> BlockPool:
@@ -25,7 +25,7 @@ def blocks(tables: BlockTables) -> list[int]:
     return list(tables[0])
 
 
-def remember(pool: BlockPool, token_ids: list[int], tables: BlockTables) -> Node:
+def remember(pool: BlockPool, token_ids: list[int], tables: BlockTables) -> PrefixNode:
     """Remember the blocks of a sequence that begins with these tokens."""
     node = pool.add(make_key(Root(), token_ids))
     for group, table in enumerate(tables):
@@ -254,11 +254,11 @@ def test_blocks_that_no_later_query_sees_are_released(group: CacheGroup, positio
     """With a window of 4, the query at position 5 sees positions 2 to 5."""
     pool = pool_of(4, 2, group)
     tables = grown(pool, 8)
-    pool.let_go(tables, position)
+    pool.release_before(tables, position)
     assert blocks(tables) == kept
     assert pool.num_used == 4 - kept.count(NO_BLOCK)
     pool.check([tables])
-    pool.let_go(tables, position)
+    pool.release_before(tables, position)
     assert blocks(tables) == kept
     pool.release(tables)
     assert pool.num_free == 4
@@ -290,7 +290,7 @@ def test_a_sequence_never_takes_more_blocks_than_the_layout_says(
     pool = BlockPool(layout.max_num_blocks(sum(spans)), layout)
     tables, num_computed = pool.new_tables(), 0
     for span in spans:
-        pool.let_go(tables, max(0, num_computed - 1))
+        pool.release_before(tables, max(0, num_computed - 1))
         assert pool.grow(tables, num_computed + span)
         assert pool.num_used <= layout.max_num_blocks(num_computed + span)
         assert pool.holds(tables, num_computed)

@@ -7,7 +7,7 @@ import pytest
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Key, Node, Parent, PrefixCache, Root, make_key
+from inflight.scheduling.prefix_cache import Key, Parent, PrefixCache, PrefixNode, Root, make_key
 from inflight.scheduling.scheduler import Scheduler
 from tests.scheduling.helpers import (
     TOKEN,
@@ -48,8 +48,8 @@ def test_keys_are_exact() -> None:
         make_key(Root("salt"), [1, 2]),
         make_key(Root(""), [1, 2]),
         make_key(Root(is_long=True), [1, 2]),
-        make_key(Node(make_key(Root(), [1]), []), [1, 2]),
-        make_key(Node(make_key(Root(), [1]), []), [1, 2]),
+        make_key(PrefixNode(make_key(Root(), [1]), []), [1, 2]),
+        make_key(PrefixNode(make_key(Root(), [1]), []), [1, 2]),
     ]
     assert len(set(different)) == len(different)
 
@@ -66,7 +66,7 @@ def test_a_forgotten_node_differs_from_its_successor_with_the_same_key() -> None
     assert len(cache) == 1
 
 
-def known(cache: PrefixCache, key: Key, *blocks: int) -> Node:
+def known(cache: PrefixCache, key: Key, *blocks: int) -> PrefixNode:
     node = cache.add(key)
     for group, block in enumerate(blocks):
         cache.put(node, group, block)

@@ -76,13 +76,13 @@ def test_an_aborted_sequence_outside_the_step_in_flight_releases_its_blocks_at_o
 
 
 def test_blocks_are_kept_only_for_the_step_in_flight_and_freed_after_a_failure_or_discard() -> None:
-    for let_go in (lambda scheduler, plan: scheduler.fail(plan), lambda scheduler, plan: scheduler.discard()):
+    for release_before in (lambda scheduler, plan: scheduler.fail(plan), lambda scheduler, plan: scheduler.discard()):
         scheduler = make_scheduler()
         submit(scheduler, "a", 3)
         plan = plan_of(scheduler)
         scheduler.abort("a")
         assert scheduler.block_pool.num_available == 97
-        let_go(scheduler, plan)
+        release_before(scheduler, plan)
         assert scheduler.block_pool.num_available == 100
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from inflight import LLM, AsyncLLM
 from inflight.server.wire import json_route
-from inflight.server.wire.strict_model import Reading
+from inflight.server.wire.strict_model import RequestParsing
 from tests.server.serving import RunningServer
 
 
@@ -39,4 +39,4 @@ def offline() -> LLM:
 @pytest.fixture
 def strictly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers refuse all fields that they do not know or support, as with `strict`."""
-    monkeypatch.setattr(json_route, "Reading", lambda is_strict: Reading(is_strict=True))
+    monkeypatch.setattr(json_route, "Reading", lambda is_strict: RequestParsing(is_strict=True))

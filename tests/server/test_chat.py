@@ -32,10 +32,10 @@ def test_a_chat_is_answered(server: RunningServer, expected: str) -> None:
 def test_a_stream_begins_with_the_role_and_ends_with_the_reason(server: RunningServer, expected: str) -> None:
     options: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}, "n": 2}
     chunks = list(server.client.chat.completions.create(model="stories", messages=HELLO, **GREEDY, **options))  # type: ignore[arg-type]
-    *news, last = chunks
+    *deltas, last = chunks
     assert {chunk.object for chunk in chunks} == {"chat.completion.chunk"}
     for index in range(2):
-        mine = [chunk.choices[0] for chunk in news if chunk.choices[0].index == index]
+        mine = [chunk.choices[0] for chunk in deltas if chunk.choices[0].index == index]
         assert (mine[0].delta.role, mine[0].delta.content) == ("assistant", "")
         assert [choice.delta.role for choice in mine[1:]] == [None] * (len(mine) - 1)
         assert "".join(choice.delta.content or "" for choice in mine) == expected

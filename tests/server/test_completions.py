@@ -77,10 +77,10 @@ def test_a_stream_has_the_same_text_and_ends_with_the_usage(server: RunningServe
             model="stories", prompt=PROMPT, stream=True, stream_options={"include_usage": True}, **GREEDY
         )
     )
-    *news, last = chunks
-    assert "".join(chunk.choices[0].text for chunk in news) == whole.choices[0].text
-    assert [chunk.choices[0].finish_reason for chunk in news] == [None] * (len(news) - 1) + ["length"]
-    assert all(chunk.usage is None for chunk in news)
+    *deltas, last = chunks
+    assert "".join(chunk.choices[0].text for chunk in deltas) == whole.choices[0].text
+    assert [chunk.choices[0].finish_reason for chunk in deltas] == [None] * (len(deltas) - 1) + ["length"]
+    assert all(chunk.usage is None for chunk in deltas)
     assert len({chunk.id for chunk in chunks}) == 1
     assert last.choices == []
     assert last.usage is not None

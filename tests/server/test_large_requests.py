@@ -59,7 +59,7 @@ def test_a_large_body_is_read_and_tokenized_beside_the_event_loop(
     server.complete(prompt="Once", max_tokens=1)  # the server has started, and has warmed up its tokenizer
     with (
         watched(monkeypatch, json_route._JsonRequest, "_read") as read,
-        watched(monkeypatch, Tokenizer, "write_chat") as written,
+        watched(monkeypatch, Tokenizer, "render_chat") as written,
         watched(monkeypatch, Tokenizer, "encode") as encoded,
         watched(monkeypatch, Tokenizer, "decode") as decoded,
     ):

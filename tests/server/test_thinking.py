@@ -32,9 +32,9 @@ TEMPLATE = """{{ bos_token }}{% if tools %}{{ tools | tojson }} answer in <tool_
 ALWAYS = "{% for message in messages %}{{ message.content }}{% endfor %}<|assistant|>{{ '<think>\\n' }}"
 HARMONY = "{% for message in messages %}{{ message.content }}{% endfor %}<|channel|><|message|>{{ reasoning_effort }}"
 
-THOUGHT, ANSWER = "A fox.\nA short one, then.", "Once there was a fox."
-TEXT = f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"
-BEHIND_A_CALL = f"<think>\n{THOUGHT}\n</think>\n\nLet me see.\n{CALL}"
+REASONING, ANSWER = "A fox.\nA short one, then.", "Once there was a fox."
+TEXT = f"<think>\n{REASONING}\n</think>\n\n{ANSWER}"
+BEHIND_A_CALL = f"<think>\n{REASONING}\n</think>\n\nLet me see.\n{CALL}"
 
 
 @pytest.fixture(scope="module")
@@ -55,8 +55,8 @@ def test_a_pattern_that_takes_for_ever_ends_only_its_request(
     server: RunningServer, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert server.llm.tokenizer is not None
-    thoughts = {"open": "<think>", "close_pattern": "(?:a|aa)+$"}
-    slow = {"start_anchor": "assistant\n", "fields": {"thinking": thoughts, "content": {}}}
+    reasoning = {"open": "<think>", "close_pattern": "(?:a|aa)+$"}
+    slow = {"start_anchor": "assistant\n", "fields": {"thinking": reasoning, "content": {}}}
     say(server, "<think>", "a" * 60, "b", "c")
     asked = {"input" if path == "responses" else "messages": HELLO, "max_tokens": 9}
     asked["max_output_tokens" if path == "responses" else "max_tokens"] = asked.pop("max_tokens")
@@ -98,45 +98,45 @@ def streamed(server: RunningServer, **fields: Any) -> tuple[dict[str, str], str]
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_chat_has_thoughts_under_both_names(server: RunningServer, seed: int) -> None:
+def test_a_chat_has_reasoning_under_both_names(server: RunningServer, seed: int) -> None:
     say(server, *cut_by_chance(TEXT, seed))
     answer = chat(server)
     message = answer["choices"][0]["message"]
-    assert (message["reasoning_content"], message["reasoning"], message["content"]) == (THOUGHT, THOUGHT, ANSWER)
+    assert (message["reasoning_content"], message["reasoning"], message["content"]) == (REASONING, REASONING, ANSWER)
     assert server.llm.tokenizer is not None
-    num_thought_tokens = len(server.llm.tokenizer.encode(THOUGHT, add_special_tokens=False))
-    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_thought_tokens}
+    num_reasoning_tokens = len(server.llm.tokenizer.encode(REASONING, add_special_tokens=False))
+    assert answer["usage"]["completion_tokens_details"] == {"reasoning_tokens": num_reasoning_tokens}
     deltas, reason = streamed(server)
-    assert deltas == {"role": "assistant", "reasoning": THOUGHT, "reasoning_content": THOUGHT, "content": ANSWER}
+    assert deltas == {"role": "assistant", "reasoning": REASONING, "reasoning_content": REASONING, "content": ANSWER}
     assert reason == "stop"
 
 
-def test_the_usage_of_a_stream_counts_thoughts(server: RunningServer) -> None:
+def test_the_usage_of_a_stream_counts_reasoning(server: RunningServer) -> None:
     say(server, *cut_by_chance(TEXT, 0))
     options = {"stream": True, "stream_options": {"include_usage": True}}
     *_, last = server.client.chat.completions.create(model="stories", messages=HELLO, **options)  # type: ignore[call-overload]
     assert last.usage.completion_tokens_details.reasoning_tokens > 5
 
 
-def test_thoughts_can_be_left_out(server: RunningServer) -> None:
+def test_reasoning_can_be_left_out(server: RunningServer) -> None:
     say(server, TEXT)
     message = chat(server, include_reasoning=False)["choices"][0]["message"]
     assert message == {"role": "assistant", "refusal": None, "content": ANSWER}
     assert streamed(server, extra_body={"include_reasoning": False})[0] == {"role": "assistant", "content": ANSWER}
 
 
-def test_calls_follow_thoughts(server: RunningServer) -> None:
+def test_calls_follow_reasoning(server: RunningServer) -> None:
     say(server, *cut_by_chance(BEHIND_A_CALL, 1))
     choice = chat(server, tools=TOOLS)["choices"][0]
     assert choice["finish_reason"] == "tool_calls"
-    assert choice["message"]["reasoning_content"] == THOUGHT
+    assert choice["message"]["reasoning_content"] == REASONING
     assert choice["message"]["content"] == "Let me see."
     (call,) = choice["message"]["tool_calls"]
     assert Weather.model_validate_json(call["function"]["arguments"]) == ROME
 
 
 @pytest.mark.parametrize("name", ["reasoning_content", "reasoning"])
-def test_the_chat_template_gets_earlier_thoughts(server: RunningServer, name: str) -> None:
+def test_the_chat_template_gets_earlier_reasoning(server: RunningServer, name: str) -> None:
     say(server, ANSWER)
     chat(server, messages=[*HELLO, {"role": "assistant", "content": "Once.", name: "Hm."}, *HELLO])
     assert "<think>\nHm.\n</think>\n\nOnce.<|im_end|>" in prompt_of(server)
@@ -186,12 +186,12 @@ def messages(server: RunningServer, **fields: Any) -> tuple[Message, Message]:
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_messages_have_blocks_of_thoughts(server: RunningServer, seed: int) -> None:
+def test_messages_have_blocks_of_reasoning(server: RunningServer, seed: int) -> None:
     say(server, *cut_by_chance(BEHIND_A_CALL, seed))
     for answer in messages(server, thinking={"type": "adaptive"}, tools=ANTHROPIC_TOOLS):
-        thought, text, call = answer.content
-        assert isinstance(thought, ThinkingBlock)
-        assert (thought.thinking, bool(thought.signature)) == (THOUGHT, True)
+        reasoning, text, call = answer.content
+        assert isinstance(reasoning, ThinkingBlock)
+        assert (reasoning.thinking, bool(reasoning.signature)) == (REASONING, True)
         assert isinstance(text, TextBlock)
         assert text.text == "Let me see."
         assert isinstance(call, ToolUseBlock)
@@ -200,23 +200,23 @@ def test_messages_have_blocks_of_thoughts(server: RunningServer, seed: int) -> N
         assert answer.usage.output_tokens_details.thinking_tokens > 5
 
 
-def test_thoughts_may_be_omitted_from_messages(server: RunningServer) -> None:
+def test_reasoning_may_be_omitted_from_messages(server: RunningServer) -> None:
     say(server, *cut_by_chance(TEXT, 4))
     for answer in messages(server, thinking={"type": "adaptive", "display": "omitted"}):
-        thought, text = answer.content
-        assert isinstance(thought, ThinkingBlock)
-        assert thought.thinking == ""
+        reasoning, text = answer.content
+        assert isinstance(reasoning, ThinkingBlock)
+        assert reasoning.thinking == ""
         assert isinstance(text, TextBlock)
         assert text.text == ANSWER
 
 
-def test_an_answer_that_is_cut_off_in_a_thought_has_no_text(server: RunningServer) -> None:
+def test_an_answer_that_is_cut_off_in_reasoning_has_no_text(server: RunningServer) -> None:
     say(server, "<think>\nHm")
     for answer in messages(server):
         assert [block.type for block in answer.content] == ["thinking"]
 
 
-def test_the_chat_template_gets_thoughts_of_earlier_turns(server: RunningServer) -> None:
+def test_the_chat_template_gets_reasoning_of_earlier_turns(server: RunningServer) -> None:
     say(server, ANSWER)
     turns = [
         {"role": "assistant", "content": [{"type": "thinking", "thinking": "Hm.", "signature": "x"}]},
@@ -253,17 +253,17 @@ def test_responses_have_reasoning_items(server: RunningServer, seed: int) -> Non
         final: Any = stream.get_final_response()
     assert [event.sequence_number for event in events] == list(range(len(events)))
     deltas = [event.delta for event in events if event.type == "response.reasoning_text.delta"]
-    assert "".join(deltas) == THOUGHT
+    assert "".join(deltas) == REASONING
     assert len(deltas) > 1
     for answer in (server.client.responses.create(**asked), final):
-        thought, message = answer.output
-        assert (thought.type, thought.status, thought.content[0].text) == ("reasoning", "completed", THOUGHT)
+        reasoning, message = answer.output
+        assert (reasoning.type, reasoning.status, reasoning.content[0].text) == ("reasoning", "completed", REASONING)
         assert message.type == "message"
         assert answer.output_text == ANSWER
         assert answer.usage.output_tokens_details.reasoning_tokens > 5
 
 
-def test_a_response_is_continued_with_its_thoughts(server: RunningServer) -> None:
+def test_a_response_is_continued_with_its_reasoning(server: RunningServer) -> None:
     say(server, BEHIND_A_CALL)
     tools: Any = [{"type": "function", "strict": None, **tool["function"]} for tool in TOOLS]
     first = server.client.responses.create(model="stories", input="Warm?", tools=tools)
@@ -271,7 +271,7 @@ def test_a_response_is_continued_with_its_thoughts(server: RunningServer) -> Non
     call = first.output[-1]
     assert call.type == "function_call"
     result: Any = [{"type": "function_call_output", "call_id": call.call_id, "output": "yes"}]
-    expected = f"<think>\n{THOUGHT}\n</think>\n\nLet me see.Weather<|im_end|>"
+    expected = f"<think>\n{REASONING}\n</think>\n\nLet me see.Weather<|im_end|>"
     server.client.responses.create(model="stories", input=result, previous_response_id=first.id, tools=tools)
     assert expected in prompt_of(server)
     items: Any = [{"role": "user", "content": "Warm?"}, *(item.to_dict() for item in first.output), *result]
@@ -279,18 +279,18 @@ def test_a_response_is_continued_with_its_thoughts(server: RunningServer) -> Non
     assert expected in prompt_of(server)
 
 
-def test_thoughts_come_back_encoded(server: RunningServer) -> None:
+def test_reasoning_comes_back_encoded(server: RunningServer) -> None:
     """Clients that keep nothing on the server may send back only `encrypted_content`, as Codex does."""
     say(server, TEXT)
     asked: dict[str, Any] = {"model": "stories", "input": "Hi", "include": ["reasoning.encrypted_content"]}
-    thought, message = (item.to_dict() for item in server.client.responses.create(**asked).output)
+    reasoning, message = (item.to_dict() for item in server.client.responses.create(**asked).output)
     with server.client.responses.stream(**asked) as stream:
-        assert stream.get_final_response().output[0].to_dict()["encrypted_content"] == thought["encrypted_content"]
-    for encoded, is_told in ((thought["encrypted_content"], True), ("gAAA", False), ("inflight:?", False)):
+        assert stream.get_final_response().output[0].to_dict()["encrypted_content"] == reasoning["encrypted_content"]
+    for encoded, is_told in ((reasoning["encrypted_content"], True), ("gAAA", False), ("inflight:?", False)):
         item = {"type": "reasoning", "summary": [], "encrypted_content": encoded}
         asked["input"] = [{"role": "user", "content": "Hi"}, item, message, {"role": "user", "content": "Go on"}]
         server.client.responses.create(**asked)
-        assert (f"<think>\n{THOUGHT}\n</think>" in prompt_of(server)) == is_told
+        assert (f"<think>\n{REASONING}\n</think>" in prompt_of(server)) == is_told
 
 
 def test_responses_tell_the_model_not_to_think(server: RunningServer) -> None:
@@ -301,7 +301,7 @@ def test_responses_tell_the_model_not_to_think(server: RunningServer) -> None:
     assert prompt_of(server).endswith(NOT_THINKING)
 
 
-# ------------------------------------------------------------------------------------- forms, behind thoughts
+# ------------------------------------------------------------------------------------- forms, behind reasoning
 
 SCHEMA = {
     "type": "object",
@@ -314,7 +314,7 @@ FORM = {"type": "json_schema", "json_schema": {"name": "animal", "schema": SCHEM
 
 @pytest.fixture(scope="module")
 def generating(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
-    """The embedded model, with marks of thoughts for tokens that it seldom generates."""
+    """The embedded model, with marks of reasoning for tokens that it seldom generates."""
     folder = tmp_path_factory.mktemp("thinker") / "model"
     shutil.copytree(DEMO_MODEL, folder)
     for name in ("tokenizer.json", "tokenizer_config.json"):
@@ -334,7 +334,7 @@ OPEN = TEMPLATE.replace("{% if enable_thinking is", "<think>\n{% if enable_think
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize("is_open", [False, True])
-def test_a_form_is_kept_to_after_the_thoughts(generating: RunningServer, seed: int, is_open: bool) -> None:
+def test_a_form_is_kept_to_after_the_reasoning(generating: RunningServer, seed: int, is_open: bool) -> None:
     fields = {"chat_template": OPEN} if is_open else {}
     budget = 12
     answer = chat(
@@ -358,7 +358,7 @@ def test_a_form_is_kept_to_after_the_thoughts(generating: RunningServer, seed: i
         assert choice["token_ids"].index(end) <= budget
 
 
-def test_thoughts_before_free_text_have_a_limit(generating: RunningServer) -> None:
+def test_reasoning_before_free_text_has_a_limit(generating: RunningServer) -> None:
     assert generating.llm.tokenizer is not None
     end = generating.llm.tokenizer.inner.convert_tokens_to_ids("</think>")
     for stop in (None, ["zebra"]):
@@ -377,7 +377,7 @@ def test_thoughts_before_free_text_have_a_limit(generating: RunningServer) -> No
 
 
 def test_stop_strings_act_on_the_answer(generating: RunningServer) -> None:
-    """The thought has the stop string, too."""
+    """The reasoning has the stop string, too."""
     assert generating.llm.tokenizer is not None
     template = generating.llm.tokenizer.inner.chat_template
     generating.llm.tokenizer.inner.chat_template = OPEN
@@ -397,16 +397,16 @@ def test_stop_strings_act_on_the_answer(generating: RunningServer) -> None:
             assert (message.stop_reason, message.stop_sequence) == ("stop_sequence", "e")
     finally:
         generating.llm.tokenizer.inner.chat_template = template
-    thought, text = choice["message"]["reasoning_content"], choice["message"]["content"]
-    assert "e" in thought
+    reasoning, text = choice["message"]["reasoning_content"], choice["message"]["content"]
+    assert "e" in reasoning
     assert text
     assert "e" not in text
     assert choice["finish_reason"] == reason == "stop"
-    assert [deltas["reasoning_content"], deltas["content"]] == blocks == [thought, text]
+    assert [deltas["reasoning_content"], deltas["content"]] == blocks == [reasoning, text]
     assert [item.content[0].text for item in response.output] == blocks  # type: ignore[union-attr,index]
 
 
-def test_a_required_call_may_follow_thoughts(generating: RunningServer) -> None:
+def test_a_required_call_may_follow_reasoning(generating: RunningServer) -> None:
     asked = {"chat_template": OPEN, "tools": TOOLS, "tool_choice": "required", "thinking_token_budget": 5}
     (choice,) = chat(generating, **asked, max_tokens=200)["choices"]
     assert choice["finish_reason"] == "tool_calls"
@@ -415,16 +415,16 @@ def test_a_required_call_may_follow_thoughts(generating: RunningServer) -> None:
         assert json.loads(call["function"]["arguments"])
 
 
-def test_a_limit_of_thoughts_whose_end_is_no_token_is_refused(server: RunningServer) -> None:
+def test_a_limit_of_reasoning_whose_end_is_no_token_is_refused(server: RunningServer) -> None:
     body = {"messages": HELLO, "thinking_token_budget": 5}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
-    assert "'</think>' does not begin with a token of its own" in response.json()["error"]["message"]
+    assert "'</think>' does not begin with a single token" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])
 def test_log_probabilities_in_responses_are_those_of_the_text(generating: RunningServer, tools: list[Any]) -> None:
-    """Tokens of thoughts have none, in whole answers and in streams."""
+    """Tokens of reasoning have none, in whole answers and in streams."""
     assert generating.llm.tokenizer is not None
     template = generating.llm.tokenizer.inner.chat_template
     generating.llm.tokenizer.inner.chat_template = OPEN
@@ -444,8 +444,8 @@ def test_log_probabilities_in_responses_are_those_of_the_text(generating: Runnin
             final: Any = events[-1].response  # type: ignore[union-attr]
     finally:
         generating.llm.tokenizer.inner.chat_template = template
-    thought, message = whole.output
-    assert thought.type == "reasoning"
+    reasoning, message = whole.output
+    assert reasoning.type == "reasoning"
     assert message.type == "message"
     (part,) = message.content
     assert part.type == "output_text"

@@ -1,4 +1,4 @@
-"""`Oracle`: a guesser that knows what will come, and is wrong on purpose as often as it is told; and engines that ask
+"""`Oracle`: a drafter that knows what will come, and is wrong on purpose as often as it is told; and engines that ask
 it."""
 
 import random
@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 from inflight.contracts.speculation import Candidate
 from inflight.engine.engine import Engine
-from inflight.speculation import Guess, Speculation
-from inflight.speculation.guesser import NOTHING
+from inflight.speculation import DraftTokens, Speculation
+from inflight.speculation.drafter import NO_DRAFT
 from inflight.speculation.step_times import StepTimes
 
 
 class Oracle:
-    """Guesses what the known sequences go on with.
+    """Drafts what the known sequences go on with.
 
     Args:
         known: prompt and output of sequences without speculation.
@@ -29,28 +29,28 @@ class Oracle:
         self._vocab_size = vocab_size
         self._share_right = share_right
         self._rng = random.Random(seed)
-        self.num_guessed = 0
+        self.num_draft_tokens = 0
 
-    def guess(self, candidate: Candidate) -> Guess:
-        so_far, most = list(candidate.token_ids), candidate.max_guessed_tokens
+    def propose(self, candidate: Candidate) -> DraftTokens:
+        so_far, most = list(candidate.token_ids), candidate.max_draft_tokens
         known = self._by_beginning[tuple(so_far[:4])]
         fitting = [each for each in known if list(each[: len(so_far)]) == so_far and len(each) > len(so_far)]
         coming = list(self._rng.choice(fitting)[len(so_far) :]) if fitting else []
         length = self._rng.choice([0, 1, 2, 3, most])
         coming += [self._rng.randrange(self._vocab_size) for _ in range(length)]
-        guess = [
+        draft = [
             each if self._rng.random() < self._share_right else self._rng.randrange(self._vocab_size)
             for each in coming[:length]
         ]
-        self.num_guessed += length
-        return Guess(guess, [1.0] * length) if guess else NOTHING
+        self.num_draft_tokens += length
+        return DraftTokens(draft, [1.0] * length) if draft else NO_DRAFT
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         pass
 
 
 class Free(StepTimes):
-    """Rows cost nothing, so everything that is guessed is computed."""
+    """Rows cost nothing, so all draft tokens are computed."""
 
     def __init__(self, seconds_of_step: float = 1.0) -> None:
         super().__init__()
@@ -64,17 +64,17 @@ class Free(StepTimes):
 
 
 def make_rows_free(engine: Engine) -> None:
-    """From now on the engine computes whatever its own guessers say, however long it takes."""
+    """From now on the engine computes whatever its own drafters say, however long it takes."""
     speculation = engine._speculation
     assert speculation is not None, engine.model_info.speculation
     speculation.times = Free()
     speculation._clock = lambda: 0.0
-    if speculation._drafting is not None:
-        speculation._drafting.times = Free(0.001)
+    if speculation._proposer is not None:
+        speculation._proposer.times = Free(0.001)
 
 
-def make_it_ask(engine: Engine, guesser: Oracle, max_guessed_tokens: int = 16) -> None:
-    """From now on the engine computes whatever this guesser says."""
+def make_it_ask(engine: Engine, drafter: Oracle, max_draft_tokens: int = 16) -> None:
+    """From now on the engine computes whatever this drafter says."""
     speculation = engine._speculation
     assert speculation is not None, engine.model_info.speculation
-    speculation.__dict__.update(Speculation(guesser, max_guessed_tokens, Free()).__dict__)
+    speculation.__dict__.update(Speculation(drafter, max_draft_tokens, Free()).__dict__)

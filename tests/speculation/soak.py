@@ -1,4 +1,4 @@
-"""Thousands of random requests with and without guesses, compared bit by bit.
+"""Thousands of random requests with and without draft tokens, compared bit by bit.
 
 python -m tests.speculation.soak --requests 10_000 --seed 1
 """
@@ -21,7 +21,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     arguments = parser.parse_args()
     rng = random.Random(arguments.seed)
-    num_different = num_done = num_guessed = num_accepted = num_preemptions = 0
+    num_different = num_done = num_draft_tokens = num_accepted = num_preemptions = 0
     while num_done < arguments.requests:
         options = {
             "dtype": rng.choice(["float32", "bfloat16"]),
@@ -32,8 +32,8 @@ def main() -> None:
             "policy": rng.choice(["fcfs", "priority"]),
         }
         plain = LLM(**options, speculation="off")
-        guessers = rng.choice([{}, {"speculation": "lookup"}, {"speculation": "grammar"}, {"draft_model": DEMO_MODEL}])
-        speculating = LLM(**options, **guessers)
+        drafters = rng.choice([{}, {"speculation": "lookup"}, {"speculation": "grammar"}, {"draft_model": DEMO_MODEL}])
+        speculating = LLM(**options, **drafters)
         if rng.random() < 0.5:
             make_rows_free(speculating.engine)
         asks_an_oracle = rng.random() < 0.5
@@ -51,11 +51,11 @@ def main() -> None:
                     print("different:", options, each, output, wanted)
             num_done += AT_ONCE
         stats = speculating.engine.stats()
-        num_guessed += stats.num_guessed_tokens
+        num_draft_tokens += stats.num_draft_tokens
         num_accepted += stats.num_accepted_tokens
         num_preemptions += stats.num_preemptions
         print(
-            f"{num_done:,} requests, {num_guessed:,} guessed tokens, {num_accepted:,} right, "
+            f"{num_done:,} requests, {num_draft_tokens:,} draft tokens, {num_accepted:,} right, "
             f"{num_preemptions:,} preemptions: {num_different} differ",
             flush=True,
         )

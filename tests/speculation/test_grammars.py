@@ -1,5 +1,5 @@
-"""With guesses, a sequence that follows a grammar gets what it gets without, whatever the grammar leaves next: added
-and special tokens, in vocabularies of bytes, of parts of characters and with byte fallback."""
+"""With draft tokens, a sequence that follows a grammar gets what it gets without, whatever the grammar leaves next:
+added and special tokens, in vocabularies of bytes, of parts of characters and with byte fallback."""
 
 from functools import cache
 
@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight import LLM, SamplingParams, StructuredOutput
-from inflight.contracts.structured_output import Thoughts
+from inflight.contracts.structured_output import Reasoning
 from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, allowed, matcher
 from tests.speculation.oracle import make_rows_free
 from tests.speculation.random_requests import generate, said
@@ -19,28 +19,28 @@ PIECES = [
     *('("x" | "xyz")', '("b" | <tool>)', '"c"?', '(<tool> "a"){2}'),
 ]
 GRAMMARS = st.lists(st.sampled_from(PIECES), min_size=1, max_size=6).map(lambda pieces: f"start: {' '.join(pieces)}")
-THOUGHTS = st.sampled_from([None, None, Thoughts(end="<tool>", max_tokens=9), Thoughts(end="</s>")])
+REASONING = st.sampled_from([None, None, Reasoning(end="<tool>", max_tokens=9), Reasoning(end="</s>")])
 
 
 @cache
 def engines(name: str) -> tuple[LLM, LLM]:
-    """The same model twice: without guesses, and with every guess of its own guessers computed."""
+    """The same model twice: without draft tokens, and with every draft token of its own drafters computed."""
     inner = TOKENIZERS[name].inner
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
     models = [LlamaForCausalLM(LlamaConfig(vocab_size=len(inner) + NUM_PADDING, **shape)) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
-    plain, guessing = LLM(models[0], inner, speculation="off"), LLM(models[1], inner)
-    make_rows_free(guessing.engine)
-    return plain, guessing
+    plain, speculating = LLM(models[0], inner, speculation="off"), LLM(models[1], inner)
+    make_rows_free(speculating.engine)
+    return plain, speculating
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)
 @pytest.mark.thorough("straddling")
-def test_guesses_change_nothing_in_any_grammar(name: str) -> None:
-    plain, guessing = engines(name)
+def test_draft_tokens_change_nothing_in_any_grammar(name: str) -> None:
+    plain, speculating = engines(name)
 
     @settings(max_examples=15, deadline=None)
-    @given(st.lists(st.builds(StructuredOutput, grammar=GRAMMARS, thoughts=THOUGHTS), min_size=1, max_size=6))
+    @given(st.lists(st.builds(StructuredOutput, grammar=GRAMMARS, reasoning=REASONING), min_size=1, max_size=6))
     def check(wanted: list[StructuredOutput]) -> None:
         params = [
             SamplingParams(temperature=temperature, seed=seed, max_tokens=60, structured_output=each)
@@ -50,12 +50,12 @@ def test_guesses_change_nothing_in_any_grammar(name: str) -> None:
         prompts = ["The quick brown fox"] * len(params)
         expected = generate(plain, prompts, params)
         for _ in range(2):  # the second time what the first gave is looked up, too
-            for output, right in zip(generate(guessing, prompts, params), expected, strict=True):
+            for output, right in zip(generate(speculating, prompts, params), expected, strict=True):
                 assert said(output) == said(right)
                 assert output.error is None
 
     check()
-    assert guessing.engine.stats().num_accepted_tokens > 0
+    assert speculating.engine.stats().num_accepted_tokens > 0
 
 
 @pytest.mark.parametrize("name", TOKENIZERS)

@@ -9,10 +9,10 @@ from inflight.speculation.lookup import MAX_SALTS
 
 def look(lookup: Lookup, token_ids: list[int], sequence_id: int = 0, most: int = 8, **others: object) -> list[int]:
     candidate = Candidate(sequence_id, token_ids, 4, most, **others)  # type: ignore[arg-type]
-    return list(lookup.guess(candidate).token_ids)
+    return list(lookup.propose(candidate).token_ids)
 
 
-def test_what_followed_before_is_guessed() -> None:
+def test_what_followed_before_is_drafted() -> None:
     assert look(Lookup(), [1, 2, 3, 4, 5, 6, 9, 2, 3], most=5) == [4, 5, 6, 9, 2]
     assert look(Lookup(), [1, 2, 3, 4, 5, 6, 9, 2, 3], most=2) == [4, 5]
 
@@ -33,7 +33,7 @@ def test_recent_outputs_of_others_are_found_but_not_their_prompts() -> None:
     assert look(lookup, [8, 9, 1, 2], sequence_id=2) == []
 
 
-def test_what_is_predicted_is_guessed_from_the_first_token_on() -> None:
+def test_a_prediction_is_drafted_from_the_first_token_on() -> None:
     lookup, predicted = Lookup(), [60, 61, 62, 63, 64, 65, 66]
     assert look(lookup, [1, 2, 3, 4], predicted_ids=predicted, most=4) == predicted[:4]
     assert look(lookup, [1, 2, 3, 4, 60, 61, 70], predicted_ids=predicted) == []
@@ -73,16 +73,16 @@ def test_the_salt_that_was_not_used_for_longest_is_forgotten() -> None:
 
 
 def chances_after(texts: list[list[int]]) -> float:
-    """How likely a sequence's last guess was taken to be right, after it was followed token by token."""
+    """How likely a sequence's last draft token was taken to be right, after it was followed token by token."""
     lookup = Lookup()
     chances = [0.0]
     for sequence_id, text in enumerate(texts):
         for end in range(4, len(text) + 1):
-            chances = [*lookup.guess(Candidate(sequence_id, text[:end], 4, 4)).chances, *chances][:1]
+            chances = [*lookup.propose(Candidate(sequence_id, text[:end], 4, 4)).chances, *chances][:1]
     return chances[0]
 
 
-def test_guesses_that_come_true_are_trusted_and_others_are_not() -> None:
+def test_draft_tokens_that_come_true_are_trusted_and_others_are_not() -> None:
     rng = random.Random(1)
     assert chances_after([[1, 2, 3, 4, 5, 6, 7] * 20]) > 0.9
     assert chances_after([[rng.randrange(3) for _ in range(300)]]) < 0.6

@@ -1,4 +1,4 @@
-"""A checkpoint's own layer for multi-token prediction guesses what it does in `transformers`, and nothing changes."""
+"""A checkpoint's own layer for multi-token prediction drafts what it does in `transformers`, and nothing changes."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import MTPCandidateGenerator
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.speculation import Candidate
 from inflight.demo_model import DEMO_MODEL
-from inflight.speculation import Guess
+from inflight.speculation import DraftTokens
 from tests.speculation.mtp_checkpoints import CONFIGS, draw_checkpoint
 from tests.speculation.oracle import make_rows_free
 from tests.speculation.random_requests import said
@@ -29,16 +29,16 @@ def with_head(folder: Path, **options: Any) -> LLM:
     """A model whose own head is asked whatever it costs, however often it is wrong."""
     llm = LLM(folder, **{"dtype": "float32", "speculation": "draft", "draft_model": "mtp", **options})
     make_rows_free(llm.engine)
-    drafting = llm.engine._speculation._drafting  # type: ignore[union-attr]
-    chance = drafting.chance
-    drafting.chance = lambda candidate: min(1.0, chance(candidate) + 1.0)  # type: ignore[method-assign, union-attr]
+    proposer = llm.engine._speculation._proposer  # type: ignore[union-attr]
+    chance = proposer.chance
+    proposer.chance = lambda candidate: min(1.0, chance(candidate) + 1.0)  # type: ignore[method-assign, union-attr]
     return llm
 
 
-def guesses_of_transformers(folder: Path, prompt: list[int]) -> dict[int, int]:
-    """The first token that it guesses after so many."""
+def drafts_of_transformers(folder: Path, prompt: list[int]) -> dict[int, int]:
+    """Its first draft token after each number of tokens."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    config, guesses = model.config, {}
+    config, drafts = model.config, {}
     model._keys_to_ignore_on_load_unexpected = [rf"\.layers\.{config.num_hidden_layers}\.", r"^mtp\."]
     if not hasattr(config, "num_mtp_layers"):
         config.num_mtp_layers, config.mtp_mlp_layer_types = 1, ["sparse"]
@@ -50,39 +50,39 @@ def guesses_of_transformers(folder: Path, prompt: list[int]) -> dict[int, int]:
             candidates = super().get_candidates(input_ids, *args, **kwargs)
             so_far = input_ids.shape[1]
             if candidates[0].shape[1] > so_far:
-                guesses[so_far] = int(candidates[0][0, so_far])
+                drafts[so_far] = int(candidates[0][0, so_far])
             return candidates
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("transformers.generation.utils.MTPCandidateGenerator", Watched)
         model.generate(torch.tensor([prompt]), max_new_tokens=30, do_sample=False, use_mtp=True)
-    return guesses
+    return drafts
 
 
 @pytest.mark.parametrize("model_type", CONFIGS)
 @pytest.mark.thorough("glm4_moe]")
-def test_it_guesses_what_transformers_guesses(model_type: str, tmp_path: Path) -> None:
+def test_it_drafts_what_transformers_drafts(model_type: str, tmp_path: Path) -> None:
     draw_checkpoint(tmp_path, model_type)
     expected = LLM(tmp_path, dtype="float32", speculation="off").generate(prompts(), GREEDY, use_tqdm=False)
-    llm = with_head(tmp_path, max_guessed_tokens=1)
-    guesses: dict[tuple[int, int], int] = {}
-    drafting = llm.engine._speculation._drafting  # type: ignore[union-attr]
-    guess = drafting.guess  # type: ignore[union-attr]
+    llm = with_head(tmp_path, max_draft_tokens=1)
+    drafts: dict[tuple[int, int], int] = {}
+    proposer = llm.engine._speculation._proposer  # type: ignore[union-attr]
+    propose = proposer.propose  # type: ignore[union-attr]
 
-    def watched(candidates: list[Candidate], length: int) -> list[Guess]:
-        given = guess(candidates, length)
+    def watched(candidates: list[Candidate], length: int) -> list[DraftTokens]:
+        given = propose(candidates, length)
         for candidate, each in zip(candidates, given, strict=True):
             if each.token_ids:
-                guesses[candidate.token_ids[0], len(candidate.token_ids)] = each.token_ids[0]
+                drafts[candidate.token_ids[0], len(candidate.token_ids)] = each.token_ids[0]
         return given
 
-    drafting.guess = watched  # type: ignore[method-assign, union-attr, assignment]
+    proposer.propose = watched  # type: ignore[method-assign, union-attr, assignment]
     for output, wanted in zip(llm.generate(prompts(), GREEDY, use_tqdm=False), expected, strict=True):
         assert said(output) == said(wanted)
     assert llm.model_info.is_recorded
     for prompt in (PROMPTS[0], PROMPTS[2]):
-        theirs = guesses_of_transformers(tmp_path, prompt)
-        ours = {number: token_id for (first, number), token_id in guesses.items() if first == prompt[0]}
+        theirs = drafts_of_transformers(tmp_path, prompt)
+        ours = {number: token_id for (first, number), token_id in drafts.items() if first == prompt[0]}
         common = ours.keys() & theirs.keys()
         assert len(common) > 20
         assert {each: ours[each] for each in common} == {each: theirs[each] for each in common}
@@ -95,15 +95,15 @@ def test_a_head_that_foretells_is_right(model_type: str, options: dict[str, Any]
     draw_checkpoint(tmp_path, model_type, foretells=True)
     options = {"dtype": "float32", **options}
     expected = LLM(tmp_path, **options, speculation="off").generate(prompts(), GREEDY, use_tqdm=False)
-    llm = with_head(tmp_path, max_guessed_tokens=8, **options)
+    llm = with_head(tmp_path, max_draft_tokens=8, **options)
     for output, wanted in zip(llm.generate(prompts(), GREEDY, use_tqdm=False), expected, strict=True):
         assert said(output) == said(wanted)
     stats = llm.engine.stats()
     if options["dtype"] == "float32" and "quantization" not in options:
-        assert stats.num_accepted_tokens == stats.num_guessed_tokens > 60
+        assert stats.num_accepted_tokens == stats.num_draft_tokens > 60
         assert stats.num_steps < 9
     else:  # the layer rounds where its model does not, and some tokens are about as likely as others
-        assert stats.num_accepted_tokens > stats.num_guessed_tokens / 2
+        assert stats.num_accepted_tokens > stats.num_draft_tokens / 2
 
 
 @pytest.mark.parametrize("foretells", [False, True], ids=["wrong", "right"])
@@ -123,8 +123,8 @@ def test_preemption_shared_prefixes_and_forks_do_not_notice_a_head(foretells: bo
             assert said(output) == said(wanted)
     stats = llm.engine.stats()
     assert stats.num_preemptions > 0
-    assert stats.num_guessed_tokens > 100
-    assert bool(stats.num_accepted_tokens > stats.num_guessed_tokens / 2) == foretells
+    assert stats.num_draft_tokens > 100
+    assert bool(stats.num_accepted_tokens > stats.num_draft_tokens / 2) == foretells
     llm.engine.scheduler.block_pool.check([])
 
 

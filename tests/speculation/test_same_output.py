@@ -1,5 +1,5 @@
-"""With guesses, right and wrong, every request gets what it gets without: the same tokens, text and log-probabilities,
-bit for bit."""
+"""With draft tokens, right and wrong, every request gets what it gets without: the same tokens, text and
+log-probabilities, bit for bit."""
 
 import copy
 from dataclasses import replace
@@ -29,7 +29,7 @@ NUM_REQUESTS = 60
 
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @pytest.mark.thorough("float32", "int8]")
-def test_random_requests_do_not_notice_guesses(name: str) -> None:
+def test_random_requests_do_not_notice_draft_tokens(name: str) -> None:
     options = CONFIGURATIONS[name]
     prompts, params = random_requests(NUM_REQUESTS, name)
     expected = generate(LLM(**options), prompts, params)
@@ -38,7 +38,7 @@ def test_random_requests_do_not_notice_guesses(name: str) -> None:
     make_it_ask(llm.engine, oracle)
     for output, wanted in zip(generate(llm, prompts, params), expected, strict=True):
         assert said(output) == said(wanted)
-    assert oracle.num_guessed > 500
+    assert oracle.num_draft_tokens > 500
     assert llm.engine.stats().num_accepted_tokens > 100
     if name == "preemption":
         assert llm.engine.stats().num_preemptions > 0
@@ -47,7 +47,7 @@ def test_random_requests_do_not_notice_guesses(name: str) -> None:
 
 @pytest.mark.parametrize("speculation", ["auto", "lookup", "grammar"])
 @pytest.mark.thorough
-def test_its_own_guessers_change_nothing(speculation: str) -> None:
+def test_its_own_drafters_change_nothing(speculation: str) -> None:
     prompts, params = random_requests(NUM_REQUESTS, speculation)
     expected = generate(LLM(), prompts, params)
     llm = LLM(speculation=speculation)
@@ -68,17 +68,17 @@ def test_a_prediction_saves_steps_and_changes_nothing() -> None:
     assert output.metrics.num_accepted_tokens > 20
 
 
-def test_a_request_that_asks_for_no_guesses_gets_none() -> None:
+def test_a_request_that_asks_for_no_draft_tokens_gets_none() -> None:
     params = SamplingParams(temperature=0, max_tokens=60, prediction="Tom had a red ball", speculation=False)
     llm = LLM()
     make_rows_free(llm.engine)
     (output,) = llm.generate("Tom had a red ball. Tom had a red ball. Tom", params, use_tqdm=False)
-    assert output.metrics.num_guessed_tokens == 0
+    assert output.metrics.num_draft_tokens == 0
 
 
 @pytest.mark.parametrize("name", ["gpt2", "gemma2", "mistral", "gpt_oss", "qwen3_moe", "phi3_longrope", "deepseek_v3"])
 @pytest.mark.thorough("gpt2", "gemma2")
-def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
+def test_every_kind_of_attention_takes_rejected_draft_tokens_back(name: str) -> None:
     """Windows, sinks, soft caps, experts, latent attention and LongRoPE's border, which sequences cross here."""
     model, tokenizer = zoo.build(name), byte_level().inner
     prompts = [{"prompt_token_ids": [(7 * each + place) % 250 for place in range(30 + each)]} for each in range(12)]
@@ -93,12 +93,12 @@ def test_every_kind_of_attention_takes_wrong_guesses_back(name: str) -> None:
     make_it_ask(llm.engine, oracle)
     for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
         assert said(output) == said(wanted)
-    assert oracle.num_guessed > 500
+    assert oracle.num_draft_tokens > 500
 
 
 @pytest.mark.parametrize("stop", [None, "time"])
 @pytest.mark.thorough
-def test_a_sequence_that_fails_after_accepted_guesses_ends_alone(
+def test_a_sequence_that_fails_after_accepted_draft_tokens_ends_alone(
     stop: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It ends with what came before, and with its error; unless a stop string in that has ended it."""
@@ -137,10 +137,10 @@ def test_a_sequence_that_fails_after_accepted_guesses_ends_alone(
 
 
 @pytest.mark.thorough
-def test_a_grammar_over_its_limits_after_accepted_guesses_ends_alone() -> None:
+def test_a_grammar_over_its_limits_after_accepted_draft_tokens_ends_alone() -> None:
     llm = LLM()
     make_rows_free(llm.engine)
-    grammar = WIDE.replace("start: ", 'start: /[xy]/ "abc" ')  # after its first token a guess reaches the limit
+    grammar = WIDE.replace("start: ", 'start: /[xy]/ "abc" ')  # after its first token a draft token reaches the limit
     wide = SamplingParams(temperature=0, structured_output=StructuredOutput(grammar=grammar))
     free = SamplingParams(temperature=0)
     failed, other = generate(llm, ["The cat"] * 2, [wide, free])
@@ -157,7 +157,7 @@ def test_a_model_that_cannot_take_back_says_so() -> None:
 
 
 @pytest.mark.thorough
-def test_what_was_guessed_is_counted_and_recorded() -> None:
+def test_draft_tokens_are_counted_and_recorded() -> None:
     prompts, params = random_requests(NUM_REQUESTS, "counted")
     expected = generate(LLM(), prompts, params)
     llm = LLM(speculation="auto")
@@ -166,13 +166,13 @@ def test_what_was_guessed_is_counted_and_recorded() -> None:
     llm.engine.observer = records.append
     outputs = generate(llm, prompts, params)
     stats, spans = llm.engine.stats(), [span for record in records for span in record.spans]
-    num_guessed = sum(output.metrics.num_guessed_tokens for output in outputs)
+    num_draft_tokens = sum(output.metrics.num_draft_tokens for output in outputs)
     num_accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-    assert 0 < num_accepted < num_guessed
-    assert (stats.num_guessed_tokens, stats.num_accepted_tokens) == (num_guessed, num_accepted)
-    assert sum(span.num_guessed for span in spans) == num_guessed
+    assert 0 < num_accepted < num_draft_tokens
+    assert (stats.num_draft_tokens, stats.num_accepted_tokens) == (num_draft_tokens, num_accepted)
+    assert sum(span.num_draft_tokens for span in spans) == num_draft_tokens
     assert sum(span.num_accepted for span in spans) == num_accepted
-    assert {span.kind for span in spans if span.num_guessed} <= {"decode", "prefill"}
+    assert {span.kind for span in spans if span.num_draft_tokens} <= {"decode", "prefill"}
     without_stop_strings = [each for each, param in zip(outputs, params, strict=True) if not param.stop]
     for output in without_stop_strings:
         given = sum(span.num_new_tokens for span in spans if span.request_id == output.request_id)

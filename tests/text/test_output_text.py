@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.structured_output import Thoughts
+from inflight.contracts.structured_output import Reasoning
 from inflight.text import OutputText, Tokenizer
 from tests.text.test_detokenizer import cut_points, token_ids_of, whole_text
 from tests.text.test_stop_strings import first_stop, pieces_of
@@ -113,19 +113,19 @@ MARKED = st.lists(st.sampled_from(["<t>", "</t>", "<", "</t", " ", "\n", "stop",
     cuts=cut_points,
     stop=st.sampled_from(["stop", "\n", "<"]),
 )
-def test_stop_strings_count_behind_thoughts_alone(text: str, begin: str, cuts: list[int], stop: str) -> None:
+def test_stop_strings_count_behind_reasoning_alone(text: str, begin: str, cuts: list[int], stop: str) -> None:
     start, rest = 0, text  # of the answer
-    is_thought = not begin
-    while is_thought or (begin and rest.lstrip().startswith(begin)):
+    is_reasoning = not begin
+    while is_reasoning or (begin and rest.lstrip().startswith(begin)):
         end = rest.find("</t>")
         rest = "" if end < 0 else rest[end + len("</t>") :].lstrip()
-        start, is_thought = len(text) - len(rest), False
+        start, is_reasoning = len(text) - len(rest), False
     if not rest:
         start = len(text)
     place = text.find(stop, start)
     token_ids = TOKENIZER.encode(text)
     for pieces in (pieces_of(token_ids, cuts), [[each] for each in token_ids]):
-        output = OutputText(TOKENIZER, [], [stop], thoughts=Thoughts(begin=begin, end="</t>"))
+        output = OutputText(TOKENIZER, [], [stop], reasoning=Reasoning(begin=begin, end="</t>"))
         shown = "".join(output.append(piece) for piece in pieces) + output.finish()
         assert shown == output.text == (text if place < 0 else text[:place])
         assert output.stop_reason == (None if place < 0 else stop)

@@ -9,7 +9,7 @@ import torch
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.load import load_model
-from inflight.lessons.padded_batching import Batch, filter_batch, generate_next_token, init_batch, merge_batches
+from inflight.lessons.padded_batching import PaddedBatch, filter_batch, generate_next_token, init_batch, merge_batches
 from inflight.lessons.run import LessonRequest, Run
 from inflight.observe.pictures import new_figure
 from tools.figures.drawing import DECODE, INK, PADDING, PREFILL, Drawing
@@ -47,7 +47,7 @@ def merging() -> Drawing:
     return Drawing(figure, _numbers(states))
 
 
-def _draw(panel: "Axes", title: str, batches: Sequence[Batch], widest: int) -> None:
+def _draw(panel: "Axes", title: str, batches: Sequence[PaddedBatch], widest: int) -> None:
     row = 0.0
     for batch in batches:
         for request, kept in zip(batch.requests, batch.attention_mask.tolist(), strict=True):
@@ -62,7 +62,7 @@ def _draw(panel: "Axes", title: str, batches: Sequence[Batch], widest: int) -> N
     panel.axis("off")
 
 
-def _numbers(states: Mapping[str, Sequence[Batch]]) -> dict[str, list[dict[str, int]]]:
+def _numbers(states: Mapping[str, Sequence[PaddedBatch]]) -> dict[str, list[dict[str, int]]]:
     return {
         title: [
             {"places": batch.attention_mask.numel(), "padding": int((batch.attention_mask == 0).sum())}

@@ -22,7 +22,7 @@ from inflight.cli.serve import serve
 from inflight.cli.show import show
 from inflight.cli.simulate import simulate
 from inflight.cli.trace import trace
-from inflight.host.garbage_collection import end_without_garbage_collection
+from inflight.host.garbage_collection import exit_without_garbage_collection
 from inflight.host.lean_imports import import_leanly
 
 HEADINGS = {
@@ -86,4 +86,4 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     finally:
-        end_without_garbage_collection()
+        exit_without_garbage_collection()

@@ -29,7 +29,7 @@ from inflight.cli.options import (
     tensor_parallel_option,
 )
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError
-from inflight.host.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import freeze_loaded_objects
 
 if TYPE_CHECKING:
     from inflight.batches.batch import Batch
@@ -93,7 +93,7 @@ def batch(
     from inflight.server.serving.settings import ANY_NAME, DEMO_MODEL_NAME, ServerSettings
 
     values = engine_values(options)
-    with _opened(folder) as database, _said_how_to_go_on():
+    with _opened(folder) as database, _with_resume_hint():
         files = Files(database)
         ledger = Ledger(database, files)
         job = _job(requests, folder, ledger, files, _identity(model, values))
@@ -132,7 +132,7 @@ def _check_places(places: tuple[Path, Path], may_exist: bool) -> None:
 
 
 @contextmanager
-def _said_how_to_go_on() -> Iterator[None]:
+def _with_resume_hint() -> Iterator[None]:
     """Say, whatever ends the block before its time, that nothing is lost."""
     hint = "the same command goes on where this one was"
     try:
@@ -228,7 +228,7 @@ async def _work(
     worker = Worker(ledger, files, AppAnswerer(app, llm), MOST_IN_FLIGHT, BATCH_LINES, observe)
     try:
         async with app.router.lifespan_context(app):
-            spare_what_stays()
+            freeze_loaded_objects()
             await worker.work_on_next()
     finally:
         if bar is not None:

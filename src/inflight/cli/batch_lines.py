@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from inflight.cli.prompts import PromptLine
-from inflight.host.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import freeze_loaded_objects
 
 if TYPE_CHECKING:
     from inflight.entrypoints.async_llm import AsyncLLM
@@ -40,5 +40,5 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
 
     async with app.router.lifespan_context(app):
         await llm.start()
-        spare_what_stays()
+        freeze_loaded_objects()
         await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))

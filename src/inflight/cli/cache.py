@@ -15,8 +15,8 @@ from inflight.cli.words import in_bytes
 from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from inflight.prefix_store.archive import Moved
-    from inflight.prefix_store.inspection import Holding
+    from inflight.prefix_store.archive import ArchiveTotals
+    from inflight.prefix_store.inspection import StoredFingerprint
 
 FOLDER = click.argument("folder", type=click.Path(path_type=Path))
 FINGERPRINT = click.option("--fingerprint", default="", help="Only blocks of fingerprints that begin so.")
@@ -40,14 +40,14 @@ def list_(folder: Path) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from inflight.prefix_store.inspection import holdings
+    from inflight.prefix_store.inspection import stored_fingerprints
 
     table, now = Table(box=None), time.time()
     for heading in ("fingerprint", "model", "runs in"):
         table.add_column(heading)
     for heading in ("blocks", "tokens", "size", "pinned", "hits", "used"):
         table.add_column(heading, justify="right")
-    for each in holdings(folder):
+    for each in stored_fingerprints(folder):
         about, model = each.about, str(each.about.get("model", "unknown"))
         runs_in = " ".join(str(about[key]) for key in ("quantization", "dtype") if about.get(key))
         num_tokens = each.num_blocks * about.get("block_size", 0) // max(1, about.get("groups", 1))
@@ -71,9 +71,9 @@ def list_(folder: Path) -> None:
 @click.option("--delete", is_flag=True, help="Delete what is damaged.")
 def verify(folder: Path, delete: bool) -> None:
     """Read every block in FOLDER, and name those that are damaged. Engines do that themselves when they use one."""
-    from inflight.prefix_store.inspection import damaged, holdings
+    from inflight.prefix_store.inspection import damaged, stored_fingerprints
 
-    found = holdings(folder)
+    found = stored_fingerprints(folder)
     num_damaged = 0
     for holding in found:
         for path, reason in damaged(holding):
@@ -96,9 +96,7 @@ def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool)
     from inflight.prefix_store import inspection
 
     used_before = time.time() - unused_days * SECONDS_OF_A_DAY
-    cleared = [
-        inspection.clear(each, used_before, keep_pinned=keep_pinned) for each in _holdings_of(folder, fingerprint)
-    ]
+    cleared = [inspection.clear(each, used_before, keep_pinned=keep_pinned) for each in _stored_of(folder, fingerprint)]
     print(f"{sum(each for each, _ in cleared):,} blocks deleted, {in_bytes(sum(each for _, each in cleared))}")
 
 
@@ -139,7 +137,7 @@ def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
     """
     from inflight.prefix_store.archive import write_archive
 
-    found = _holdings_of(folder, fingerprint)
+    found = _stored_of(folder, fingerprint)
     partial = archive.with_name(f"{archive.name}.partial")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -178,13 +176,13 @@ def import_(folder: Path, archive: Path, prefix_cache_size: int) -> None:
     _print_moved(moved, "imported")
 
 
-def _holdings_of(folder: Path, fingerprint: str) -> "list[Holding]":
-    from inflight.prefix_store.inspection import holdings
+def _stored_of(folder: Path, fingerprint: str) -> "list[StoredFingerprint]":
+    from inflight.prefix_store.inspection import stored_fingerprints
 
-    return [each for each in holdings(folder) if each.fingerprint.startswith(fingerprint)]
+    return [each for each in stored_fingerprints(folder) if each.fingerprint.startswith(fingerprint)]
 
 
-def _print_moved(moved: "Moved", verb: str) -> None:
+def _print_moved(moved: "ArchiveTotals", verb: str) -> None:
     damaged = f"; {moved.num_damaged:,} are damaged and left out" if moved.num_damaged else ""
     blocks = "block" if moved.num_blocks == 1 else "blocks"
     print(f"{moved.num_blocks:,} {blocks} {verb}, {in_bytes(moved.num_bytes)}{damaged}")

@@ -20,7 +20,7 @@ from inflight.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from inflight.cli.chat_session import Answerer
+    from inflight.cli.chat_session import ChatBackend
 
 
 @click.command(cls=Command)
@@ -74,7 +74,7 @@ def chat(
 
 def _answerer(
     model: str | None, url: str | None, api_key: str | None, engine: dict[str, Any], sampling: dict[str, Any]
-) -> "Answerer":
+) -> "ChatBackend":
     from inflight.cli.chat_session import EngineAnswerer, ServerAnswerer
 
     if url is not None:

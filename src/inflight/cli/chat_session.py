@@ -34,7 +34,7 @@ class AnswerError(Exception):
     """There is no answer, or only a part of it; the message says why."""
 
 
-class Answerer(Protocol):
+class ChatBackend(Protocol):
     """Answers messages. `params` are sampling parameters by name."""
 
     name: str
@@ -132,7 +132,7 @@ class ChatSession:
         messages: the conversation, without the system prompt.
     """
 
-    answerer: Answerer
+    answerer: ChatBackend
     system: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     messages: Messages = field(default_factory=list)
@@ -220,7 +220,7 @@ class ChatSession:
         self.params = params
 
 
-def check_params(answerer: Answerer, params: Mapping[str, Any]) -> None:
+def check_params(answerer: ChatBackend, params: Mapping[str, Any]) -> None:
     """Raise `ValueError` for parameters that a chat cannot have."""
     if params.get("n", 1) != 1:
         raise ValueError(f"n is {params['n']!r}; in a chat it must be 1")

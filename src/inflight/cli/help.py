@@ -23,7 +23,7 @@ RARE = frozenset(
         # of an engine
         *("load_format", "quantization_group_size", "quantization_minima", "quantization_arithmetic"),
         *("record_forward", "executor", "attention_backend", "max_prefill_tokens_per_step", "policy", "aging_steps"),
-        *("background_tokens_per_step", "max_guessed_tokens", "max_num_waiting", "enable_prefix_caching"),
+        *("background_tokens_per_step", "max_draft_tokens", "max_num_waiting", "enable_prefix_caching"),
         *("block_size", "num_blocks", "prefix_cache_size", "device"),
     }
 )

@@ -45,7 +45,7 @@ def info(model: str | None, as_json: bool, loads: bool, verify: bool, **options:
     quiet_libraries()
     gguf = None if loads or verify or model is None else find_gguf(model, options.get("revision"))
     if gguf is not None:
-        summary = GgufSummary.of(GgufHeader.read(gguf))
+        summary = GgufSummary.from_header(GgufHeader.read(gguf))
         try:
             tokenizer, notes = read_tokenizer(str(gguf)), []
         except ModelError as error:

@@ -150,9 +150,9 @@ _BATCHING = (
     Shared("--policy", "Which requests are served first."),
     Shared("--aging-steps", "Steps after which a request's priority improves by one."),
     Shared("--background-tokens-per-step", "Most tokens of batch jobs in a step that has others."),
-    Shared("--speculation", "What guesses the next tokens; results stay the same."),
-    Shared("--draft-model", "A small model that guesses: hub id or folder; mtp: the checkpoint's own layer.", "none"),
-    Shared("--max-guessed-tokens", "Most tokens of a sequence that are guessed in a step."),
+    Shared("--speculation", "Which drafters propose draft tokens; results stay the same."),
+    Shared("--draft-model", "A small draft model: hub id or folder; mtp: the checkpoint's own layer.", "none"),
+    Shared("--max-draft-tokens", "Most draft tokens of a sequence in a step."),
     Shared("--max-num-waiting", "Most sequences that may wait; more are refused.", "no limit"),
 )
 _BLOCKS = (

@@ -92,7 +92,7 @@ def race(
         (most,) = one_each(caps, 1)
         requests = mixed_requests(num_requests, most, setting.engine.model_info.vocab_size, seed)
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
-    pace = Pace.of(setting.model, setting.num_slots, max(len(request.prompt_token_ids) for request in requests))
+    pace = Pace.measure(setting.model, setting.num_slots, max(len(request.prompt_token_ids) for request in requests))
     say_if_long(len(methods) * pace.seconds(requests, setting.num_slots))
     console = Console()
     result = run_race(methods, requests, setting.num_slots, console, **log)

@@ -91,7 +91,7 @@ def show(
         "max_num_seqs": num_slots,
         "kv_cache_memory": CACHE_MEMORY,
         "dtype": "float32",
-        "speculation": "off",  # what is guessed depends on how long steps take
+        "speculation": "off",  # the number of draft tokens depends on step times
     }
     llm = LLM(model, **{**defaults, **engine_values(options)})
     tokenizer = llm.tokenizer

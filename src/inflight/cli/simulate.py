@@ -28,7 +28,9 @@ LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "
 @click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the random numbers.")
 @click.option("--fit", type=FILE, multiple=True, help="A recording to fit step costs to; may be repeated.")
 @click.option("--step-cost", help='Step costs in seconds, as JSON: \'{"fixed": 0.02, "per_token": 0.0001}\'.')
-@click.option("--acceptance", type=click.FloatRange(0, 1), help="Guessed tokens are right so often; 0 guesses nothing.")
+@click.option(
+    "--acceptance", type=click.FloatRange(0, 1), help="Share of draft tokens that are accepted; 0: no speculation."
+)
 @click.option("--replicas", type=click.IntRange(min=1), default=1, help="Engines; each has these options.")
 @click.option("--routing", type=click.Choice(ROUTINGS), default=ROUTINGS[0], help="Which of them gets a request.")
 @click.option("--record", type=FILE, help="Write the simulated run as a recording, for inflight trace.")
@@ -49,7 +51,7 @@ def simulate(
     """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
 
     The report has throughput, latencies, preemptions and prefix hits. Engine options default to those of the trace, or
-    of the first --fit. Step costs default to a fit to the trace, and how often something is guessed, and is right, to
+    of the first --fit. Step costs default to a fit to the trace, and draft and acceptance rates to
     what it has.
     """
     if replicas > 1 and record is not None:
@@ -61,7 +63,7 @@ def simulate(
     from inflight.contracts.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
     from inflight.simulate import (
-        GuessRate,
+        AcceptanceRate,
         Lengths,
         StepCost,
         SyntheticLoad,
@@ -79,20 +81,20 @@ def simulate(
     like = recorded or next(iter(learned_from), None)
     values = engine_values(options)
     if values.pop("draft_model", None) is not None:
-        raise click.UsageError("nothing is loaded here: --acceptance says how good guesses are")
+        raise click.UsageError("nothing is loaded here: --acceptance says how good draft tokens are")
     if values.get("speculation") == "off" and acceptance:
-        raise click.UsageError("--speculation off guesses nothing, whatever --acceptance is")
+        raise click.UsageError("--speculation off drafts nothing, whatever --acceptance is")
     recorded_config = EngineConfig() if like is None else like.config
-    guesses_by_default = recorded_config.speculation.method != "off" or acceptance
-    speculation = values.pop("speculation", "auto" if guesses_by_default else "off")
+    speculates_by_default = recorded_config.speculation.method != "off" or acceptance
+    speculation = values.pop("speculation", "auto" if speculates_by_default else "off")
     config = recorded_config.replace(draft_model=None, speculation="off" if speculation == "off" else "auto", **values)
     cost = fit_cost(learned_from) if step_cost is None else StepCost.parse(step_cost)
-    watched = WatchedCost.of(cost, learned_from) if step_cost is None else None
-    guesses = GuessRate.of(step for recording in learned_from for step in recording.steps)
+    watched = WatchedCost.fit(cost, learned_from) if step_cost is None else None
+    acceptance_rate = AcceptanceRate.from_steps(step for recording in learned_from for step in recording.steps)
     if acceptance is not None:
-        guesses = GuessRate(acceptance)
+        acceptance_rate = AcceptanceRate(acceptance)
     if config.speculation.method == "off" or acceptance == 0:
-        guesses = None
+        acceptance_rate = None
     requests = replay(recorded) if recorded else SyntheticLoad(
         **{name: options[name] for name in LOAD},
         prompt_tokens=Lengths.parse(options["prompt_tokens"]),
@@ -104,10 +106,12 @@ def simulate(
         observer = stack.enter_context(Recorder(record, config)).observe if record else None
         if replicas > 1:
             report = simulate_replicas(
-                requests, config, watched or cost, replicas, routing, model=model, guesses=guesses
+                requests, config, watched or cost, replicas, routing, model=model, acceptance_rate=acceptance_rate
             )
         else:
-            report = run(requests, config, watched or cost, model=model, observer=observer, guesses=guesses)
+            report = run(
+                requests, config, watched or cost, model=model, observer=observer, acceptance_rate=acceptance_rate
+            )
     beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
     if as_json:
         print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))

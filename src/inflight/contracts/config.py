@@ -166,11 +166,11 @@ class SpeculationConfig:
     """How draft tokens are proposed.
 
     Attributes:
-        method: what guesses tokens that may come next, so that one step gives several: "lookup" (what followed the
-            same tokens before, in the sequence or in recent outputs), "grammar" (what structured output leaves no
-            choice about), "draft" (`draft_model`), "auto" (all of them) or "off". Guesses are checked by choosing each
-            token as ever, so results are the same, bit for bit; a model that cannot promise that does not speculate.
-        draft_model: a small model with the same tokenizer that guesses: hub id or folder. It is loaded with the same
+        method: the drafters, so that one step can give several tokens: "lookup" (what followed the same tokens before,
+            in the sequence or in recent outputs), "grammar" (what structured output leaves no choice about), "draft"
+            (`draft_model`), "auto" (all of them) or "off". Draft tokens are verified by choosing each token as ever, so
+            results are the same, bit for bit; a model that cannot promise that does not speculate.
+        draft_model: a small draft model with the same tokenizer: hub id or folder. It is loaded with the same
             options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
             multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
         max_draft_tokens: the most draft tokens of a sequence in a step.

@@ -43,7 +43,7 @@ class Features:
     keeps_all_tokens: bool = True
 
     @classmethod
-    def of(cls, info: "ModelInfo") -> "Features":
+    def from_info(cls, info: "ModelInfo") -> "Features":
         """Those of a model that was prepared."""
         return cls(
             info.executor,

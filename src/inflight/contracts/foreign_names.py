@@ -16,7 +16,7 @@ _STRUCTURE = "{structured_output} takes a schema, a regular expression, a choice
 _SPECULATION = (
     "{speculation} may be 'auto', 'lookup', 'grammar', 'draft' or 'off', and {draft_model} names a small model"
 )
-_DRAFT = "{draft_model} is the small model that guesses"
+_DRAFT = "{draft_model} is the small draft model"
 _GREEDY = "{temperature} 0 takes the likeliest token, and any other samples"
 
 FOREIGN_NAMES = {
@@ -53,9 +53,9 @@ FOREIGN_NAMES = {
     "assistant_model": _DRAFT,
     "speculative_model": _DRAFT,
     "model_draft": _DRAFT,
-    "prompt_lookup_num_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
-    "num_speculative_tokens": "{max_guessed_tokens} is the most tokens that are guessed in a step",
-    "draft_max": "{max_guessed_tokens} is the most tokens that are guessed in a step",
+    "prompt_lookup_num_tokens": "{max_draft_tokens} is the most draft tokens of a sequence in a step",
+    "num_speculative_tokens": "{max_draft_tokens} is the most draft tokens of a sequence in a step",
+    "draft_max": "{max_draft_tokens} is the most draft tokens of a sequence in a step",
     "enforce_eager": "{record_forward} may be off",
     "compile": _NOT_COMPILED,
     "compilation_config": _NOT_COMPILED,

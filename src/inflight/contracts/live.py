@@ -25,7 +25,7 @@ class LiveSequence(NamedTuple):
     num_tokens: int
     num_computed_tokens: int
     num_cached_tokens: int
-    num_guessed_tokens: int
+    num_draft_tokens: int
     num_accepted_tokens: int
     num_preemptions: int
     num_blocks: int
@@ -38,7 +38,7 @@ class LaneWork(NamedTuple):
     Attributes:
         num_prefilled: of its prompt, or computed again after a preemption.
         num_decoded: generated tokens that were computed one by one.
-        num_accepted, num_rejected: guessed tokens that were right and wrong.
+        num_accepted, num_rejected: draft tokens that were right and wrong.
     """
 
     slot: int

@@ -54,7 +54,7 @@ class ModelInfo:
         num_ranks: how many processes run the model together (`tensor_parallel_size`).
         kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
             package's own were built for ("avx2", "amx", …), or None: torch's.
-        speculation: what guesses tokens; or "off", and why, if it was asked for.
+        speculation: the drafters; or "off", and why, if speculation was asked for.
         pooling: what it makes of whole texts; None: it generates.
     """
 

@@ -18,7 +18,7 @@ class RequestMetrics:
         num_cached_tokens: prompt tokens of its first sequence that were found in the prefix cache instead of being
             computed. What the other `n - 1` sequences share with the first is not counted.
         num_preemptions: how often one of its sequences had to give its blocks back and start over.
-        num_guessed_tokens, num_accepted_tokens: how many of its tokens were guessed and computed ahead, and how many of
+        num_draft_tokens, num_accepted_tokens: how many draft tokens were verified, and how many of
             these were the right ones.
     """
 
@@ -29,7 +29,7 @@ class RequestMetrics:
     finished_time: float | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
 
@@ -173,7 +173,7 @@ class SequenceOutput:
     first_scheduled_time: float | None = None
     num_preemptions: int = 0
     num_cached_tokens: int = 0
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     scores: list[TokenScore] | None = None
     prompt_scores: list[TokenScore] | None = None

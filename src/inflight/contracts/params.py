@@ -7,7 +7,7 @@ from typing import Annotated, TypeAlias
 from msgspec import Meta
 
 from inflight.contracts.options import MAX_FLOAT, NotNegative, check, check_members, is_text, strict_options
-from inflight.contracts.structured_output import StructuredOutput, Thoughts
+from inflight.contracts.structured_output import Reasoning, StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 16384
@@ -56,15 +56,15 @@ class SamplingParams:
         min_tokens: before this many tokens, neither EOS nor a stop token is chosen, and stop strings do not count.
         stop: strings that end the text, of at most 16,384 characters in all. The text is cut just before the first that
             appears.
-        thoughts: what the output may begin with, and where stop strings do not count; None: nothing.
+        reasoning: what the output may begin with, and where stop strings do not count; None: nothing.
         stop_token_ids: token ids that end the sequence, besides the model's EOS ids.
         ignore_eos: EOS does not end the sequence.
         include_stop_str_in_output: keep the stop string at the end of the text.
         skip_special_tokens: leave special tokens out of the text.
         truncate_prompt_tokens: how many of the prompt's last tokens to keep.
         prediction: what the output may be like in parts: text or token ids (OpenAI's predicted outputs). Where the
-            engine speculates, its tokens are guessed; the output stays the same.
-        speculation: whether tokens may be guessed where the engine speculates; the output is the same either way.
+            engine speculates, its tokens are drafted; the output stays the same.
+        speculation: whether tokens may be drafted where the engine speculates; the output is the same either way.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] = 1
@@ -84,7 +84,7 @@ class SamplingParams:
     max_tokens: Count | None = 16
     min_tokens: NotNegative = 0
     stop: str | Sequence[str] | None = None
-    thoughts: Thoughts | None = None
+    reasoning: Reasoning | None = None
     stop_token_ids: Sequence[int] | None = None
     ignore_eos: bool = False
     include_stop_str_in_output: bool = False
@@ -96,8 +96,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         if self.structured_output is not None and not isinstance(self.structured_output, StructuredOutput):
             raise ValueError(f"structured_output is {self.structured_output!r}; it must be a StructuredOutput")
-        if self.thoughts is not None and not isinstance(self.thoughts, Thoughts):
-            raise ValueError(f"thoughts is {self.thoughts!r}; it must be Thoughts")
+        if self.reasoning is not None and not isinstance(self.reasoning, Reasoning):
+            raise ValueError(f"reasoning is {self.reasoning!r}; it must be Reasoning")
         self._check_logit_bias()
         self._check_bad_words()
         most = MAX_COUNT if self.max_tokens is None else self.max_tokens

@@ -62,14 +62,14 @@ class Span:
         start: how many tokens of the sequence are computed already; the position of the span's first token.
         token_ids: the span's tokens.
         num_logit_rows: how many of the span's last tokens need logits: 0 for a chunk that ends before the sequence's
-            last token, 1 for most spans, more for prompt logprobs and after guesses; all of a text that is pooled
+            last token, 1 for most spans, more for prompt logprobs and after draft tokens; all of a text that is pooled
             whole.
         sequence_length: how many tokens the sequence has by now, including those after the span (some models'
-            position embeddings depend on it), and guessed ones.
+            position embeddings depend on it), and draft tokens.
         scored_ids: the tokens that follow the first of these last tokens, if the request asks for their
             log-probabilities (`prompt_logprobs`). For the remaining rows a token is chosen.
-        num_guessed: how many of its last tokens are guesses. Each of them is right if it is the token that is chosen
-            from the row before it.
+        num_draft_tokens: how many of its last tokens are draft tokens. Each of them is right if it is the token that is
+            chosen from the row before it.
     """
 
     sequence_id: int
@@ -79,12 +79,12 @@ class Span:
     num_logit_rows: int
     sequence_length: int
     scored_ids: Sequence[int] = ()
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
 
     @property
-    def guessed_ids(self) -> Sequence[int]:
-        """Its guessed tokens."""
-        return self.token_ids[len(self.token_ids) - self.num_guessed :]
+    def draft_token_ids(self) -> Sequence[int]:
+        """Its draft tokens."""
+        return self.token_ids[len(self.token_ids) - self.num_draft_tokens :]
 
     @property
     def length(self) -> int:
@@ -129,7 +129,7 @@ class SpanTokens(NamedTuple):
     """What a step gave one span.
 
     Attributes:
-        token_ids: the tokens that were chosen: none for a chunk; after guesses one for each that was right, and the
+        token_ids: the tokens that were chosen: none for a chunk; after draft tokens, the accepted ones and the
             one that follows; up to the first row that allowed no choice.
         is_finite: whether the span's logits allowed a choice: no NaN, and a finite largest logit.
         scores: of the chosen tokens, if the request asks for `logprobs`.

@@ -15,8 +15,8 @@ class SpanRecord(NamedTuple):
 
     `kind` is "chunk" if it ended before its sequence's last token, "decode" if it computed one generated token, else
     "prefill" (a prompt's last part, or the recomputation of a preempted sequence). Of its tokens, the last
-    `num_guessed` were guesses, of which `num_accepted` were right. A named tuple, because a step makes many: that takes
-    a third of the time of a frozen dataclass.
+    `num_draft_tokens` were draft tokens, of which `num_accepted` were right. A named tuple, because a step makes many:
+    that takes a third of the time of a frozen dataclass.
     """
 
     slot: int
@@ -25,7 +25,7 @@ class SpanRecord(NamedTuple):
     start: int
     length: int
     kind: SpanKind
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
 
     @property
@@ -100,8 +100,8 @@ class EngineStats:
         num_prompt_tokens: prompt tokens of sequences that have had a slot, each sequence counted once.
         num_cached_tokens: how many of these did not have to be computed.
         num_generated_tokens: tokens reported to callers.
-        num_guesses: spans with guessed tokens.
-        num_guessed_tokens, num_accepted_tokens: guessed tokens that were computed, and how many were the right ones.
+        num_drafts: spans with draft tokens.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were computed, and how many were the right ones.
         num_restored_tokens: tokens whose keys and values came from `prefix_cache_dir`.
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
@@ -123,8 +123,8 @@ class EngineStats:
     num_blocks_cached: int
     num_blocks_free: int
     num_crashes: int = 0
-    num_guesses: int = 0
-    num_guessed_tokens: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_restored_tokens: int = 0
     num_step_tokens: int = 0

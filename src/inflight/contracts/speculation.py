@@ -1,6 +1,6 @@
 """`Speculator`: what the scheduler asks for tokens that may come next. Plain data and one protocol.
 
-A guess costs a row and is checked by sampling that row as ever, so nothing but time depends on it.
+A draft token costs a row and is verified by sampling that row as usual, so the output never depends on it.
 """
 
 from collections.abc import Sequence
@@ -12,13 +12,13 @@ from inflight.contracts.plan import BlockTable
 
 
 class Candidate(NamedTuple):
-    """A sequence that owes one token, after which more may be guessed.
+    """A sequence with one uncomputed token, which draft tokens may follow.
 
     Attributes:
         token_ids: prompt and output so far; it belongs to the sequence and must not be changed.
         num_prompt_tokens: how many of them are the prompt.
-        max_guessed_tokens: how many tokens may be guessed at most; at least one.
-        stop_token_ids: tokens that end the sequence: nothing follows them, so they need not be guessed.
+        max_draft_tokens: the most draft tokens; at least one.
+        stop_token_ids: tokens that end the sequence; nothing after them needs drafting.
         cache_salt: what one sequence knows may serve another only if both have the same.
         predicted_ids: what its output may be like in parts, as its caller says.
         slot, block_tables: where it is, as in `StepPlan`; tables have room for its last token.
@@ -28,7 +28,7 @@ class Candidate(NamedTuple):
     sequence_id: int
     token_ids: Sequence[int]
     num_prompt_tokens: int
-    max_guessed_tokens: int
+    max_draft_tokens: int
     stop_token_ids: AbstractSet[int] = frozenset()
     cache_salt: str | None = None
     predicted_ids: Sequence[int] = ()
@@ -40,25 +40,25 @@ class Candidate(NamedTuple):
 
 
 class Speculator(Protocol):
-    """Guesses tokens, and decides how many are worth their rows.
+    """Proposes draft tokens, and decides how many are worth their rows.
 
     Attributes:
-        max_guessed_tokens: of a sequence in one step.
-        is_ready: whether it would guess anything now.
+        max_draft_tokens: of a sequence in one step.
+        is_ready: whether it would propose anything now.
     """
 
-    max_guessed_tokens: int
+    max_draft_tokens: int
 
     @property
     def is_ready(self) -> bool: ...
 
-    def guess(
+    def propose(
         self, candidates: Sequence[Candidate], num_tokens: int, num_sequences: int, budget: int
     ) -> Sequence[Sequence[int]]:
-        """Return the guessed tokens of each candidate, none or more, at most `budget` in all.
+        """Return the draft tokens of each candidate, none or more, at most `budget` in all.
 
         Args:
-            num_tokens: tokens of the step without guesses.
-            num_sequences: how many sequences the step gives a token without guesses.
+            num_tokens: tokens of the step without draft tokens.
+            num_sequences: how many sequences the step gives a token without draft tokens.
         """
         ...

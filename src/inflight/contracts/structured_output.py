@@ -19,14 +19,14 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thoughts:
+class Reasoning:
     """What a model may write before what its output must be.
 
     Attributes:
-        end: the text or token behind its thoughts, such as "</think>".
-        begin: the text or token before them; "": the prompt has it already.
-        otherwise: what stands in their place if the model does not think.
-        max_tokens: how many tokens they may have; then the end comes. It must begin with a token of its own.
+        end: the text or token behind the reasoning, such as "</think>".
+        begin: the text or token before it; "": the prompt has it already.
+        otherwise: what stands in its place if the model does not think.
+        max_tokens: how many tokens it may have; then the end comes. The end must begin with a single token.
     """
 
     end: str
@@ -38,13 +38,13 @@ class Thoughts:
         for name in ("end", "begin", "otherwise"):
             _check_text(name, getattr(self, name))
         if not self.end:
-            raise ValueError("end is ''; thoughts must have an end")
+            raise ValueError("end is ''; reasoning must have an end")
 
 
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the whole output of a sequence must be. Exactly one kind is given; or none, if only thoughts have limits.
+    """What the whole output of a sequence must be. Exactly one kind is given; or none, if only reasoning is limited.
 
     Attributes:
         json_schema: JSON that this JSON schema (its text) accepts.
@@ -55,7 +55,7 @@ class StructuredOutput:
         exact_schema: whether an object whose schema says nothing about `additionalProperties` may have any, as the
             standard says. By default it has only the properties that are named, as with other servers.
         grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
-        thoughts: what may come before it.
+        reasoning: what may come before it.
     """
 
     json_schema: str | None = None
@@ -64,13 +64,13 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     grammar: str | None = None
     exact_schema: bool = False
-    thoughts: Thoughts | None = None
+    reasoning: Reasoning | None = None
 
     def __post_init__(self) -> None:
         given = [name for name in _KINDS if getattr(self, name) not in (None, False)]
-        if self.thoughts is not None and not isinstance(self.thoughts, Thoughts):
-            raise ValueError(f"thoughts is {self.thoughts!r}; it must be Thoughts")
-        if len(given) != 1 and (given or self.thoughts is None):
+        if self.reasoning is not None and not isinstance(self.reasoning, Reasoning):
+            raise ValueError(f"reasoning is {self.reasoning!r}; it must be Reasoning")
+        if len(given) != 1 and (given or self.reasoning is None):
             raise ValueError(
                 f"structured output needs exactly one of {', '.join(_KINDS)}; "
                 f"{' and '.join(given) + ' are' if given else 'none is'} given"
@@ -94,8 +94,8 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given; "thoughts" if what follows them is free."""
-        return next((name for name in _KINDS if getattr(self, name) not in (None, False)), "thoughts")
+        """The name of the field that is given; "reasoning" if what follows it is free."""
+        return next((name for name in _KINDS if getattr(self, name) not in (None, False)), "reasoning")
 
     @property
     def num_characters(self) -> int:

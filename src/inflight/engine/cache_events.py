@@ -12,7 +12,7 @@ import xxhash
 
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Node, Parent, Root
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 
 
 @dataclass(slots=True)
@@ -46,48 +46,48 @@ class CacheEvents:
     def __init__(self, pool: BlockPool) -> None:
         groups = pool.layout.groups
         self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
-        self._hashes: dict[Node, int] = {}  # of the blocks that were told of
-        self._news: list[Stored | Removed] = []
+        self._hashes: dict[PrefixNode, int] = {}  # of the blocks that were told of
+        self._events: list[Stored | Removed] = []
         pool.watch(self)
 
     def take(self) -> list[Stored | Removed]:
         """What has happened since the last time, in order."""
-        news, self._news = self._news, []
-        return news
+        events, self._events = self._events, []
+        return events
 
-    def stored(self, node: Node, group: int) -> None:
+    def stored(self, node: PrefixNode, group: int) -> None:
         """A node has a block in a group."""
         if group != self._group:
             return
         before, token_bytes = node.key
-        parent = self._hash(before) if isinstance(before, Node) else None
+        parent = self._hash(before) if isinstance(before, PrefixNode) else None
         number = self._hashes[node] = self._hash(node)
         token_ids = array("i", token_bytes).tolist()
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and parent is not None and last.hashes[-1] == parent:
             last.hashes.append(number)
             last.token_ids += token_ids
         else:
             root = _root(node)
-            self._news.append(Stored([number], parent, token_ids, root.cache_salt, root.adapter))
+            self._events.append(Stored([number], parent, token_ids, root.cache_salt, root.adapter))
 
-    def removed(self, node: Node, group: int) -> None:
+    def removed(self, node: PrefixNode, group: int) -> None:
         """A node has no block in a group any more."""
         if group != self._group:
             return
         number = self._hashes.pop(node)
-        last = self._news[-1] if self._news else None
+        last = self._events[-1] if self._events else None
         if isinstance(last, Removed):
             last.hashes.append(number)
         else:
-            self._news.append(Removed([number]))
+            self._events.append(Removed([number]))
 
     def _hash(self, parent: Parent) -> int:
-        unknown: list[Node] = []
-        while isinstance(parent, Node) and parent not in self._hashes:
+        unknown: list[PrefixNode] = []
+        while isinstance(parent, PrefixNode) and parent not in self._hashes:
             unknown.append(parent)
             parent = parent.key[0]
-        if isinstance(parent, Node):
+        if isinstance(parent, PrefixNode):
             number = self._hashes[parent]
         else:
             number = xxhash.xxh3_64_intdigest(repr(tuple(parent)).encode())
@@ -97,6 +97,6 @@ class CacheEvents:
 
 
 def _root(parent: Parent) -> Root:
-    while isinstance(parent, Node):
+    while isinstance(parent, PrefixNode):
         parent = parent.key[0]
     return parent

@@ -24,7 +24,7 @@ from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
 from inflight.engine.process.session import Mailbox, Session
 from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
 from inflight.engine.replicas.launch import Launches
-from inflight.engine.replicas.router import ReplicaSize, Router, Sent
+from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
@@ -264,7 +264,7 @@ class EngineClient:
                     router.end(sent, time.monotonic(), token_ids, kind)
         raise failure
 
-    def _begin(self, router: Router, sent: Sent) -> None:
+    def _begin(self, router: Router, sent: RoutedRequest) -> None:
         with self._lock:
             router.begin(sent, time.monotonic())
 

@@ -6,7 +6,7 @@ what came of it. Data goes one way. What goes back, from results to scheduling, 
 - a sequence ends early: by an abort, by its deadline, by a stop string in its text, or because no token could be
 chosen;
 - a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
-- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what guessed tokens cost
+- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what draft tokens cost
 (`Speculation`).
 
 Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
@@ -46,7 +46,7 @@ from inflight.engine.deadlines import Deadlines
 from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
-from inflight.engine.reporting import News, Reporter
+from inflight.engine.reporting import Reporter, SequenceUpdate
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.adapters import AdapterCheckpoint, Adapters
@@ -99,12 +99,12 @@ class Engine:
         self.model_info = info = self._describe()
         self._speculation: Speculation | None = None
         if not info.speculation.startswith("off"):
-            drafting = load_draft(config, self.runner, tokenizer)
-            self._speculation = speculation_of(config, lambda: self._constraints, drafting)
+            proposer = load_draft(config, self.runner, tokenizer)
+            self._speculation = speculation_of(config, lambda: self._constraints, proposer)
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
             weakref.finalize(self, self._store.end).atexit = False  # at the process's end the store waits itself
-        self.scheduler = Scheduler.of(
+        self.scheduler = Scheduler.from_config(
             config,
             info.num_blocks,
             info.recompute_beyond,
@@ -383,7 +383,7 @@ class Engine:
             given = error
         if isinstance(given, Exception):
             failed = self.scheduler.fail(plan)
-            self._reporter.add(News(sequence, [], error=repr(given)) for sequence in failed)
+            self._reporter.add(SequenceUpdate(sequence, [], error=repr(given)) for sequence in failed)
             return
         of_sequence = {}
         for span, span_tokens in zip(plan.spans, given, strict=True):
@@ -397,10 +397,10 @@ class Engine:
                 num_given = len(span_tokens.token_ids)
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
                 errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
-        for step in progress:  # one that fails after accepted guesses has both tokens and an error
+        for step in progress:  # one that fails after accepted draft tokens has both tokens and an error
             own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
-            self._reporter.add([News(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
-        self._reporter.add(News(sequence, [], error=error) for sequence, error in errors.items())
+            self._reporter.add([SequenceUpdate(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
+        self._reporter.add(SequenceUpdate(sequence, [], error=error) for sequence, error in errors.items())
 
     def _output_of(self, sequence_id: int) -> list[int]:
         sequence = self.scheduler.running(sequence_id)
@@ -421,20 +421,20 @@ class Engine:
         if accepted is not None and accepted.deadline is not None and accepted.deadline <= now:
             aborted = self.scheduler.abort(request_id)
             error = "the request's deadline has passed"
-            self._reporter.add([News(sequence, [], error=error) for sequence in aborted])
+            self._reporter.add([SequenceUpdate(sequence, [], error=error) for sequence in aborted])
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Take from how long this step took what guesses cost; and bound the prefill of coming steps, unless its bound
-        was given."""
+        """Learn the cost of draft tokens from the time of this step; and bound the prefill of coming steps, unless its
+        bound was given."""
         if self._speculation is not None:
-            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
-            self._speculation.observe(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+            self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
         if self.prefill_limit is None and self._store is None:
             return
-        prefills = [length for span in plan.spans if (length := span.length - span.num_guessed) > 1]
+        prefills = [length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1]
         if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
             self._store.observe_prefill(sum(prefills), seconds)
         if self.prefill_limit is None:
@@ -475,9 +475,9 @@ class Engine:
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
             num_blocks_free=pool.num_free,
-            num_guesses=scheduler.count.guesses,
+            num_drafts=scheduler.count.drafts,
             num_restored_tokens=scheduler.persistence.num_restored_tokens,
-            num_guessed_tokens=scheduler.count.guessed_tokens,
+            num_draft_tokens=scheduler.count.draft_tokens,
             num_accepted_tokens=scheduler.count.accepted_tokens,
             num_step_tokens=self._num_step_tokens,
             num_steps_by_size=tuple(self._num_steps_by_size),

@@ -77,10 +77,10 @@ class EventPublisher:
         self._thread.start()
         self._send([AllBlocksCleared()])
 
-    def publish(self, news: Sequence[Stored | Removed]) -> None:
+    def publish(self, events: Sequence[Stored | Removed]) -> None:
         """Send what has happened, if anything has and a subscriber can be reached. Never waits."""
-        if news and self._thread.is_alive():
-            self._send([self._event(each) for each in news])
+        if events and self._thread.is_alive():
+            self._send([self._event(each) for each in events])
 
     def close(self) -> None:
         """Send what is left, and end."""
@@ -91,14 +91,14 @@ class EventPublisher:
         self._thread.join()
         self._context.destroy(linger=MILLISECONDS_TO_END)
 
-    def _event(self, news: Stored | Removed) -> BlockStored | BlockRemoved:
-        if isinstance(news, Removed):
-            return BlockRemoved(news.hashes)
+    def _event(self, events: Stored | Removed) -> BlockStored | BlockRemoved:
+        if isinstance(events, Removed):
+            return BlockRemoved(events.hashes)
         extra: list[list[str] | None] | None = None
-        if news.cache_salt is not None and news.parent is None:  # as in vLLM, the first block of a prompt has it
-            extra = [[news.cache_salt], *([None] * (len(news.hashes) - 1))]
+        if events.cache_salt is not None and events.parent is None:  # as in vLLM, the first block of a prompt has it
+            extra = [[events.cache_salt], *([None] * (len(events.hashes) - 1))]
         return BlockStored(
-            news.hashes, news.parent, news.token_ids, self._block_size, lora_name=news.adapter, extra_keys=extra
+            events.hashes, events.parent, events.token_ids, self._block_size, lora_name=events.adapter, extra_keys=extra
         )
 
     def _send(self, events: Sequence[Any]) -> None:

@@ -103,12 +103,12 @@ class LiveFeed:
         if record.start_time - self._last_look > SECONDS_TO_ASK_AGAIN:
             self.close()
             return
-        for slot, request_id, index, _, length, kind, num_guessed, num_accepted in record.spans:
+        for slot, request_id, index, _, length, kind, num_draft_tokens, num_accepted in record.spans:
             work = self._work.setdefault((slot, request_id, index), [0, 0, 0, 0])
-            work[1 if kind == "decode" else 0] += length - num_guessed
-            if num_guessed:
+            work[1 if kind == "decode" else 0] += length - num_draft_tokens
+            if num_draft_tokens:
                 work[2] += num_accepted
-                work[3] += num_guessed - num_accepted
+                work[3] += num_draft_tokens - num_accepted
         self._steps.append(record if not record.arrivals else replace(record, arrivals=()))
         self._num_steps += 1
         self._busy_seconds += record.duration
@@ -146,7 +146,7 @@ def _seen(sequence: Sequence) -> LiveSequence:
         len(sequence.token_ids),
         sequence.num_computed_tokens,
         sequence.num_cached_tokens,
-        sequence.num_guessed_tokens,
+        sequence.num_draft_tokens,
         sequence.num_accepted_tokens,
         sequence.num_preemptions,
         sequence.num_blocks,

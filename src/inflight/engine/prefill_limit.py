@@ -54,7 +54,7 @@ class PrefillLimit:
         """Learn from one step, which took `seconds`.
 
         Args:
-            num_decodes: its tokens that are no prefill, guesses among them.
+            num_decodes: its tokens that are no prefill, draft tokens included.
         """
         if num_prefill_tokens == 0:
             self._decode_times.observe(num_decodes, seconds)

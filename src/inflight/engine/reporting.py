@@ -37,7 +37,7 @@ class LiveRequest:
 
 
 @dataclass(frozen=True, slots=True)
-class News:
+class SequenceUpdate:
     """What has happened to a sequence and has not been reported yet.
 
     Attributes:
@@ -67,7 +67,7 @@ class Reporter:
         self._scheduler = scheduler
         self._tokenizer = tokenizer
         self._requests: dict[str, LiveRequest] = {}
-        self._news: deque[News] = deque()
+        self._updates: deque[SequenceUpdate] = deque()
         self.outbox: deque[SequenceOutput] = deque()
 
     def __contains__(self, request_id: str) -> bool:
@@ -104,27 +104,27 @@ class Reporter:
         so_far = self._requests[sequence.request.request_id].prompt_scores
         so_far[sequence.num_scored_tokens - 1 :] = scores  # a step that runs again brings them again
 
-    def add(self, news: Iterable[News]) -> None:
+    def add(self, update: Iterable[SequenceUpdate]) -> None:
         """Keep news until `report`."""
-        self._news += news
+        self._updates += update
 
     def report(self) -> None:
         """Turn all news into outputs."""
-        while self._news:
-            self.outbox.append(self._output_of(self._news.popleft()))
+        while self._updates:
+            self.outbox.append(self._output_of(self._updates.popleft()))
 
     def forget(self, request_id: str, aborted: Iterable[Sequence]) -> list[SequenceOutput]:
         """Drop a request and everything not yet reported about it; return the ends of its `aborted` sequences."""
         live = self._requests.pop(request_id, None)
-        self._news = deque(news for news in self._news if news.sequence.request.request_id != request_id)
+        self._updates = deque(update for update in self._updates if update.sequence.request.request_id != request_id)
         self.outbox = deque(output for output in self.outbox if output.request_id != request_id)
         return [] if live is None else [_output(sequence, [], live) for sequence in aborted]
 
-    def _output_of(self, news: News) -> SequenceOutput:
+    def _output_of(self, update: SequenceUpdate) -> SequenceOutput:
         """The output for a sequence's news, cut at a stop string if one has come, which ends the sequence."""
-        sequence, new_token_ids = news.sequence, news.new_token_ids
+        sequence, new_token_ids = update.sequence, update.new_token_ids
         live = self._requests[sequence.request.request_id]
-        text, stop_reason, error = live.stop_texts[sequence.index], None, news.error
+        text, stop_reason, error = live.stop_texts[sequence.index], None, update.error
         if text is not None and new_token_ids:
             num_before = text.num_tokens_until_stop
             try:
@@ -142,8 +142,8 @@ class Reporter:
                 new_token_ids = new_token_ids[: num_kept - num_before]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]
-        output = _output(sequence, new_token_ids, live, stop_reason, error, news.values)
-        scores = news.scores[: len(new_token_ids)]
+        output = _output(sequence, new_token_ids, live, stop_reason, error, update.values)
+        scores = update.scores[: len(new_token_ids)]
         if not scores and not live.prompt_scores:
             return output
         prompt_scores: list[TokenScore] | None = None
@@ -156,7 +156,7 @@ class Reporter:
         request_id = sequence.request.request_id
         if sequence.request.num_sequences == 1:
             return False
-        unheard = any(n.sequence is not sequence and n.sequence.request.request_id == request_id for n in self._news)
+        unheard = any(n.sequence is not sequence and n.sequence.request.request_id == request_id for n in self._updates)
         return unheard or self._scheduler.is_unfinished(request_id)
 
 
@@ -181,7 +181,7 @@ def _output(
         first_scheduled_time=live.first_scheduled_times[sequence.index],
         num_preemptions=sequence.num_preemptions,
         num_cached_tokens=sequence.num_cached_tokens,
-        num_guessed_tokens=sequence.num_guessed_tokens,
+        num_draft_tokens=sequence.num_draft_tokens,
         num_accepted_tokens=sequence.num_accepted_tokens,
         values=None if values is None else values.tobytes(),
     )

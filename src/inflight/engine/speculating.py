@@ -10,31 +10,31 @@ from inflight.contracts.features import DRAFT_MODEL, SPECULATION, Features
 from inflight.contracts.model_info import ModelInfo
 from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
-from inflight.speculation import Constrained, Drafting, DraftLayout, Lookup, Speculation
+from inflight.speculation import Constrained, DraftLayout, DraftModelProposer, Lookup, Speculation
 from inflight.speculation.constrained import Grammars
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import load_tokenizer
 
 
 def speculation_of(
-    config: EngineConfig, grammars: Callable[[], Grammars | None], drafting: Drafting | None
+    config: EngineConfig, grammars: Callable[[], Grammars | None], proposer: DraftModelProposer | None
 ) -> Speculation:
-    """What guesses, as the configuration asks for it.
+    """What draft tokens, as the configuration asks for it.
 
     Args:
         grammars: gives the grammars of the engine's sequences, once there are any.
-        drafting: the draft model, if there is one.
+        proposer: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation.method in ("auto", "lookup") else None
     asked = (lambda: None) if config.speculation.method == "draft" else grammars
-    return Speculation(Constrained(asked, lookup), config.speculation.max_draft_tokens, drafting=drafting)
+    return Speculation(Constrained(asked, lookup), config.speculation.max_draft_tokens, proposer=proposer)
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
-    """What guesses, in words; or "off", and why although it is asked for."""
+    """What draft tokens, in words; or "off", and why although it is asked for."""
     if config.speculation.method == "off":
         return "off"
-    if (reason := Features.of(info).why_not(SPECULATION)) is not None:
+    if (reason := Features.from_info(info).why_not(SPECULATION)) is not None:
         return f"off: {reason}"
     draft = "the model's own MTP layer" if config.speculation.draft_model == MTP else "a draft model"
     if config.speculation.method == "draft":
@@ -53,20 +53,20 @@ def check_draft(config: EngineConfig) -> None:
             raise ModelError(f"draft_model: {error}") from error
 
 
-def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | None) -> Drafting | None:
+def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | None) -> DraftModelProposer | None:
     """The draft model that the configuration asks for, if it asks for one.
 
     Args:
-        model: whose tokens are guessed; it has not run yet.
+        model: the target model; it has not run yet.
         tokenizer: its tokenizer.
 
     Raises:
-        ModelError: it cannot be loaded, or cannot guess for this model.
+        ModelError: it cannot be loaded, or cannot draft for this model.
     """
     if config.speculation.draft_model is None:
         return None
     info = model.info
-    Features.of(info).require(DRAFT_MODEL)
+    Features.from_info(info).require(DRAFT_MODEL)
     layout = DraftLayout(
         info.cache_groups.index(ALL_TOKENS),
         info.num_blocks,
@@ -81,8 +81,8 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         except ImportError as error:
             raise ModelError("draft_model 'mtp' needs a newer version of transformers") from error
         head = HeadRunner(model, layout.group, layout.num_draft_blocks)
-        return Drafting(
-            head, layout, 1, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size, keeps_guesses=False
+        return DraftModelProposer(
+            head, layout, 1, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size, keeps_drafts=False
         )
     draft_config = config.replace(
         draft_model=None,
@@ -99,12 +99,14 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         runner = ModelRunner(config.speculation.draft_model, draft_config)
     except ModelError as error:
         raise ModelError(f"draft_model: {error}") from error
-    Features.of(runner.info).require(SPECULATION)
+    Features.from_info(runner.info).require(SPECULATION)
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
-        runner.make_cache_anew(num_groups * layout.num_draft_blocks)
+        runner.recreate_cache(num_groups * layout.num_draft_blocks)
     max_len = int(min(max_len, runner.info.max_model_len, runner.info.recompute_beyond or inf))
-    return Drafting(runner, layout, num_groups, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size)
+    return DraftModelProposer(
+        runner, layout, num_groups, config.scheduling.max_num_batched_tokens, max_len, info.vocab_size
+    )
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:

@@ -16,8 +16,8 @@ class PlannedStep(NamedTuple):
     """What is known of a step before it has run.
 
     Attributes:
-        num_accepted_before: for each span with guesses, by its place, its sequence and how many guesses of it had been
-            right.
+        num_accepted_before: for each span with draft tokens, by its place, its sequence and how many of its draft
+            tokens had been accepted.
     """
 
     spans: tuple[SpanRecord, ...]
@@ -54,11 +54,13 @@ class StepWatch:
             slot, start, length = span.slot, span.start, len(span.token_ids)
             sequence = owners[slot] = find(span.sequence_id)
             request = sequence.request
-            is_decode = length - span.num_guessed == 1 and start >= len(request.prompt_token_ids)
+            is_decode = length - span.num_draft_tokens == 1 and start >= len(request.prompt_token_ids)
             kind: SpanKind = "chunk" if span.num_logit_rows == 0 else "decode" if is_decode else "prefill"
-            if span.num_guessed:
+            if span.num_draft_tokens:
                 num_accepted_before[len(spans)] = sequence, sequence.num_accepted_tokens
-            spans.append(SpanRecord(slot, request.request_id, sequence.index, start, length, kind, span.num_guessed))
+            spans.append(
+                SpanRecord(slot, request.request_id, sequence.index, start, length, kind, span.num_draft_tokens)
+            )
         return PlannedStep(tuple(spans), preempted, num_accepted_before)
 
     def record(self, planned: PlannedStep, step: int, start_time: float, duration: float) -> StepRecord:

@@ -34,7 +34,7 @@ from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.engine.replicas.launch import load_of
-from inflight.engine.replicas.looking import RequestNames, looks, recording_of
+from inflight.engine.replicas.live_states import RequestNames, live_states, recording_of
 from inflight.engine.replicas.placement import check_replicas
 from inflight.entrypoints.adapter_names import AdapterNames
 from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
@@ -251,7 +251,7 @@ class AsyncLLM(AsyncPoolingCalls):
         def recording(number: int) -> RecordTo | None:
             return None if record_to is None else recording_of(record_to, number, self.num_replicas)
 
-        async with aclosing(looks(self._client.sessions, self._names, interval, recording)) as states:
+        async with aclosing(live_states(self._client.sessions, self._names, interval, recording)) as states:
             async for state in states:
                 yield state
 
@@ -415,9 +415,9 @@ class AsyncLLM(AsyncPoolingCalls):
                 try:
                     with self._names.named(session, address, call.request_id):
                         while not collector.output.finished:
-                            news = _merged(await delivery.mailbox.read())
+                            outputs = _merged(await delivery.mailbox.read())
                             delivery.begin()
-                            yield collector, await _taken_in(collector, news)
+                            yield collector, await _taken_in(collector, outputs)
                 finally:
                     if not collector.output.finished:
                         call.abort()
@@ -518,23 +518,23 @@ async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
     return await asyncio.get_running_loop().run_in_executor(_beside, read_prompt, prompt, tokenizer)
 
 
-def _merged(news: list[SequenceOutput]) -> list[SequenceOutput]:
+def _merged(outputs: list[SequenceOutput]) -> list[SequenceOutput]:
     """The outputs of several steps as if one step had given them: one for each sequence."""
-    if len(news) == 1:
-        return news
+    if len(outputs) == 1:
+        return outputs
     of_index: dict[int, list[SequenceOutput]] = {}
-    for each in news:
+    for each in outputs:
         of_index.setdefault(each.index, []).append(each)
     return [merged(parts) for parts in of_index.values()]
 
 
-async def _taken_in(collector: Collector, news: list[SequenceOutput]) -> list[TextDelta]:
+async def _taken_in(collector: Collector, outputs: list[SequenceOutput]) -> list[TextDelta]:
     """Add news to a collector; a prompt's log-probabilities beside the event loop, because they are many."""
 
     def take_in() -> list[TextDelta]:
-        return [collector.take_in(each) for each in news]
+        return [collector.take_in(each) for each in outputs]
 
-    if not any(each.prompt_scores for each in news):
+    if not any(each.prompt_scores for each in outputs):
         return take_in()
     return await asyncio.get_running_loop().run_in_executor(_beside, take_in)
 

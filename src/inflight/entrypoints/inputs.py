@@ -53,9 +53,9 @@ def _check_text(text: str) -> None:
         ) from None
 
 
-def written_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
+def rendered_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
     """The text of a chat, which is to be encoded without further special tokens. Raises `InvalidRequestError`."""
-    return _needed(tokenizer, "a chat").write_chat(_messages(prompt["messages"]), **_options(prompt))
+    return _needed(tokenizer, "a chat").render_chat(_messages(prompt["messages"]), **_options(prompt))
 
 
 def default_params(prompt: Prompt, of_the_model: SamplingParams) -> SamplingParams:

@@ -15,7 +15,7 @@ from inflight.execution.hf.load import load_model
 from inflight.execution.hf.packed_checkpoint import write_packed_checkpoint
 from inflight.execution.hf.source import check_source
 from inflight.execution.kernels import kernels_available
-from inflight.execution.mapped_memory import let_go_of_file_pages
+from inflight.execution.mapped_memory import release_file_pages
 from inflight.execution.weights.rounded_model import round_weights
 from inflight.text.tokenizer_files import load_tokenizer
 
@@ -93,7 +93,7 @@ def quantize(
             rounded[name] = QuantizedWeight(name, _name(before.dtype), after.kind, before.nbytes, after.num_bytes)
             bar.update(before.numel())
 
-        round_weights(loaded, rounding, loaded.dtype, let_go_of_file_pages, told)
+        round_weights(loaded, rounding, loaded.dtype, release_file_pages, told)
         bar.update(num_weights - bar.n)
     write_packed_checkpoint(loaded, out)
     if tokenizer is not None:

@@ -52,7 +52,7 @@ def lies_in_file(tensor: torch.Tensor) -> bool:
     return sys.platform == "linux" and tensor.device.type == "cpu" and _is_file(first, first + tensor.nbytes)
 
 
-def let_go_of_file_pages(tensor: torch.Tensor) -> None:
+def release_file_pages(tensor: torch.Tensor) -> None:
     """Let the pages of a tensor go if it lies in one piece in a mapped file. Reading it again reads the file again;
     anything that was written to it is lost. Does nothing on systems other than Linux."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.data_ptr():

@@ -119,7 +119,7 @@ class ModelRunner:
             batch = self._pooler.with_types(batch)
         return batch, self.executor.forward(batch)
 
-    def make_cache_anew(self, num_blocks: int) -> None:
+    def recreate_cache(self, num_blocks: int) -> None:
         """Let the cache have `num_blocks`, before anything has run. Raises `ModelError` if it does not run packed."""
         executor = self.require_packed()
         executor.run_eagerly()
@@ -150,7 +150,7 @@ class ModelRunner:
     def fingerprint(self) -> bytes:
         """Of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps no blocks
         on a CPU."""
-        Features.of(self.info).require(PREFIX_STORE)
+        Features.from_info(self.info).require(PREFIX_STORE)
         assert self._weights_digest is not None
         return fingerprint(self.model, self.require_packed(), self.config, self.info.num_blocks, self._weights_digest)
 
@@ -188,10 +188,10 @@ def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScor
 
 
 def _until_wrong(chosen: list[int], span: Span) -> list[int]:
-    """The tokens `[1 + num_guessed]` chosen after a span's last known token and each of its guesses, up to the first
-    that was not guessed: the rows after it are of a sequence that does not come about."""
-    for number, (guessed, token_id) in enumerate(zip(span.guessed_ids, chosen, strict=False), 1):
-        if guessed != token_id:
+    """The tokens `[1 + num_draft_tokens]` chosen after a span's last known token and each of its draft tokens, up to
+    the first that differs from its draft token: the rows after it belong to a rejected continuation."""
+    for number, (proposed, token_id) in enumerate(zip(span.draft_token_ids, chosen, strict=False), 1):
+        if proposed != token_id:
             return chosen[:number]
     return chosen
 

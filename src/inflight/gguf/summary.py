@@ -31,7 +31,7 @@ class GgufSummary:
     tensors: tuple[StoredWeights, ...]
 
     @classmethod
-    def of(cls, header: GgufHeader) -> "GgufSummary":
+    def from_header(cls, header: GgufHeader) -> "GgufSummary":
         """Summarise a header."""
         kinds = sorted({each.kind for each in header.tensors.values()})
         sizes = {kind: [each.nbytes for each in header.tensors.values() if each.kind == kind] for kind in kinds}

@@ -21,7 +21,7 @@ from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
 from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import StructuredOutput, Thoughts
+from inflight.contracts.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens, pieces_of, written_mark
 from inflight.grammar.matcher import GrammarError, GrammarMatcher, reason
@@ -89,7 +89,7 @@ class GrammarCompiler:
             try:
                 return self._given(output)
             finally:
-                self._let_go()
+                self._release()
 
     def _given(self, output: StructuredOutput) -> GrammarMatcher:
         self._kept.move_to_end(output)
@@ -117,7 +117,7 @@ class GrammarCompiler:
                 self._late.append(thread)
             raise InvalidRequestError(f"structured output takes more than {MAX_SECONDS:g} s to compile") from None
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         while len(self._kept) > MAX_KEPT or sum(each.num_characters for each in self._kept) > MAX_KEPT_CHARACTERS:
             self._kept.popitem(last=False)
 
@@ -127,7 +127,9 @@ class GrammarCompiler:
 
 
 def _build(output: StructuredOutput, vocabulary: Vocabulary, tokens: Mapping[str, int]) -> GrammarMatcher:
-    outer = ["start: @asked"] if output.thoughts is None else _after(output.thoughts, output.kind == "thoughts", tokens)
+    outer = (
+        ["start: @asked"] if output.reasoning is None else _after(output.reasoning, output.kind == "reasoning", tokens)
+    )
     grammars = [{"lark_grammar": "\n".join([_OPTIONS, *outer])}, {"name": "asked", **_written(output)}]
     inner = LLMatcher(vocabulary.table, json.dumps({"grammars": grammars}), log_level=0, limits=_LIMITS)
     if inner.is_error():
@@ -149,40 +151,40 @@ def _settle(future: "Future[GrammarMatcher]", work: Callable[[], GrammarMatcher]
         future.set_exception(error)
 
 
-def _after(thoughts: Thoughts, is_free: bool, tokens: Mapping[str, int]) -> list[str]:
-    """Return the rules for thoughts and what follows them.
+def _after(reasoning: Reasoning, is_free: bool, tokens: Mapping[str, int]) -> list[str]:
+    """Return the rules for reasoning and what follows it.
 
     Args:
-        is_free: whether what follows is any text; then it must not begin as thoughts do.
+        is_free: whether what follows is any text; then it must not begin as reasoning does.
         tokens: the ids of marks that are single tokens to grammars.
 
-    Raises `InvalidRequestError` if the thoughts cannot be limited.
+    Raises `InvalidRequestError` if the reasoning cannot be limited.
     """
-    first = pieces_of(thoughts.end, tokens)[0]
-    begin, end = written_mark(thoughts.begin, tokens), written_mark(thoughts.end, tokens)
-    limit = "" if thoughts.max_tokens is None else f"[max_tokens={thoughts.max_tokens}]"
-    rules = [f"thoughts: {f'SPACE {begin}' if begin else ''} text {end} SPACE", f"SPACE: {_SPACE}"]
+    first = pieces_of(reasoning.end, tokens)[0]
+    begin, end = written_mark(reasoning.begin, tokens), written_mark(reasoning.end, tokens)
+    limit = "" if reasoning.max_tokens is None else f"[max_tokens={reasoning.max_tokens}]"
+    rules = [f"reasoning: {f'SPACE {begin}' if begin else ''} text {end} SPACE", f"SPACE: {_SPACE}"]
     if isinstance(first, int):
         rules += [f"text{limit}: TEXT" if limit else f"text: (TEXT | <[^{first}]>)*", r"TEXT: /(.|\n)*/"]
     elif limit:
         raise InvalidRequestError(
-            f"thoughts cannot have at most {thoughts.max_tokens} tokens: {thoughts.end!r} does not begin with a token "
-            "of its own"
+            f"reasoning cannot have at most {reasoning.max_tokens} tokens: {reasoning.end!r} does not begin with a "
+            "single token"
         )
     else:
-        rules = [f"thoughts: {f'SPACE {begin}' if begin else ''} ended SPACE", f"SPACE: {_SPACE}"]
+        rules = [f"reasoning: {f'SPACE {begin}' if begin else ''} ended SPACE", f"SPACE: {_SPACE}"]
         rules += [f"ended[lazy]: TEXT {end}", r"TEXT: /(.|\n)*/"]
     if not begin:
-        return ["start: thoughts @asked", *rules]
-    begun = pieces_of(thoughts.begin, tokens)[0]
+        return ["start: reasoning @asked", *rules]
+    begun = pieces_of(reasoning.begin, tokens)[0]
     if not is_free or not isinstance(begun, int):
-        return [f"start: thoughts @asked | {written_mark(thoughts.otherwise, tokens)} @asked", *rules]
-    return [f"start: thoughts @asked | (OTHER | <[^{begun}]>) @asked |", r"OTHER: /\s*[^\s](.|\n)*/", *rules]
+        return [f"start: reasoning @asked | {written_mark(reasoning.otherwise, tokens)} @asked", *rules]
+    return [f"start: reasoning @asked | (OTHER | <[^{begun}]>) @asked |", r"OTHER: /\s*[^\s](.|\n)*/", *rules]
 
 
 def _written(output: StructuredOutput) -> dict[str, Any]:
     """Return the structured output as a grammar of the library."""
-    if output.kind == "thoughts":
+    if output.kind == "reasoning":
         return {"lark_grammar": "start: (TEXT | <[*]>)*\nTEXT: /(.|\\n)*/"}
     if output.json_schema is not None:
         return {"json_schema": checked_schema(output.json_schema, is_exact=output.exact_schema)}

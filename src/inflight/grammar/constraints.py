@@ -1,8 +1,8 @@
 """`Constraints`: the sequences of an engine that must follow a grammar.
 
 Decides when a sequence's matcher advances: when its next step begins, by the tokens that it has by then, and never by
-tokens of a discarded step. What follows a guess is masked by a copy that has accepted it. Masks are computed in the
-background, between the plan of a step and their first use.
+tokens of a discarded step. What follows a draft token is masked by a copy that has accepted it. Masks are computed in
+the background, between the plan of a step and their first use.
 """
 
 import os
@@ -36,7 +36,7 @@ class RowMasks:
 
 
 @dataclass(slots=True)
-class _Followed:
+class _TrackedSequence:
     """A sequence's matcher, and how many output tokens it has accepted."""
 
     matcher: GrammarMatcher
@@ -62,7 +62,7 @@ class Constraints:
         if tokenizer is not None:
             self._compiler = GrammarCompiler(tokenizer, model_info.vocab_size, model_info.eos_token_ids)
         self._model_info = model_info
-        self._matchers: dict[int, _Followed] = {}
+        self._matchers: dict[int, _TrackedSequence] = {}
         self._pending: MaskHandle | None = None
         self._sequence_ids: list[int] = []  # the sequence of each of the pending masks
 
@@ -78,7 +78,7 @@ class Constraints:
         if not self._model_info.eos_token_ids:
             raise InvalidRequestError("structured output ends with an EOS token, and this model has none")
         for name in ("ignore_eos", "min_tokens", "stop", "stop_token_ids", "bad_words"):
-            if getattr(params, name) and output.kind != "thoughts":
+            if getattr(params, name) and output.kind != "reasoning":
                 raise InvalidRequestError(
                     f"{name} is {getattr(params, name)!r}; it cannot be combined with structured output, which ends "
                     "only where its grammar ends"
@@ -93,7 +93,7 @@ class Constraints:
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
         """Constrain a sequence from its first token on; do nothing if it is already constrained."""
         if sequence_id not in self._matchers:
-            self._matchers[sequence_id] = _Followed(matcher.clone())
+            self._matchers[sequence_id] = _TrackedSequence(matcher.clone())
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         """Drop the matchers of sequences that have ended.
@@ -142,8 +142,8 @@ class Constraints:
             end += span.num_logit_rows
             followed = self._matchers.get(span.sequence_id)
             if followed is not None and span.num_logit_rows > len(span.scored_ids):
-                states = _states(followed.catch_up(output_of(span.sequence_id)), span.guessed_ids)
-                first = end - 1 - span.num_guessed
+                states = _states(followed.catch_up(output_of(span.sequence_id)), span.draft_token_ids)
+                first = end - 1 - span.num_draft_tokens
                 rows += range(first, first + len(states))
                 matchers += states
                 self._sequence_ids += [span.sequence_id] * len(states)
@@ -168,11 +168,11 @@ class Constraints:
         return MaskWorker(self._model_info.vocab_size, min(MAX_THREADS, os.cpu_count() or 1))
 
 
-def _states(matcher: GrammarMatcher, guessed_ids: Sequence[int]) -> list[GrammarMatcher]:
-    """The matcher, and copies of it after each guess, up to one that is not accepted: a mask may have allowed it where
-    the grammar reaches its limits. No row after that will count."""
+def _states(matcher: GrammarMatcher, draft_token_ids: Sequence[int]) -> list[GrammarMatcher]:
+    """The matcher, and copies of it after each draft token, up to one that is not accepted: a mask may have allowed it
+    where the grammar reaches its limits. No row after that will count."""
     states = [matcher]
-    for token_id in guessed_ids:
+    for token_id in draft_token_ids:
         states.append(states[-1].clone())
         if not states[-1].accept(token_id):
             break

@@ -37,14 +37,14 @@ def garbage_collection_paused() -> Iterator[None]:
             gc.enable()
 
 
-def spare_what_stays() -> None:
+def freeze_loaded_objects() -> None:
     """For a process of our own, once everything is loaded: the garbage collector never looks at it again, and comes
     less often. Under load a thousand requests are alive, and next to nothing in them is garbage that needs it."""
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
 
-def end_without_garbage_collection() -> None:
+def exit_without_garbage_collection() -> None:
     """For the end of a process: the interpreter collects once more before it ends, and now finds nothing to look at."""
     gc.freeze()
 

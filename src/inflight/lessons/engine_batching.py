@@ -43,11 +43,11 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
             if not engine.has_unfinished_requests:
                 account.wait()
                 continue
-            for news in engine.step():
-                for token in news.new_token_ids:
-                    account.add(int(news.request_id), token)
-                if news.finish_reason is not None:
-                    account.log_end(int(news.request_id), slots[int(news.request_id)])
+            for output in engine.step():
+                for token in output.new_token_ids:
+                    account.add(int(output.request_id), token)
+                if output.finish_reason is not None:
+                    account.log_end(int(output.request_id), slots[int(output.request_id)])
     finally:
         engine.observer = before
     return account

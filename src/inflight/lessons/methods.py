@@ -27,8 +27,8 @@ class Setting:
 
     Args:
         source: hub id, folder, or a loaded model.
-        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. Nothing is guessed, so that steps
-            can be compared.
+        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. There are no draft tokens, so that
+            steps can be compared.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
@@ -66,7 +66,7 @@ class Pace:
     prompt_token: float
 
     @classmethod
-    def of(cls, model: PreTrainedModel, num_slots: int, num_prompt_tokens: int) -> Self:
+    def measure(cls, model: PreTrainedModel, num_slots: int, num_prompt_tokens: int) -> Self:
         """Measure it, with prompts of `num_prompt_tokens` tokens."""
         prompt = _seconds_of(model, 1, num_prompt_tokens)
         return cls(SPARE * _seconds_of(model, num_slots, 1), SPARE * prompt / num_prompt_tokens)

@@ -22,7 +22,7 @@ MOST_COLUMNS = 80
 
 
 @dataclass(slots=True)
-class Batch:
+class PaddedBatch:
     """B rows that are generated together.
 
     Attributes:
@@ -47,7 +47,7 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
     account = Run(requests, **options)
     queue = deque(range(len(requests)))
     free_slots = list(range(num_slots))
-    batch: Batch | None = None
+    batch: PaddedBatch | None = None
     while queue or batch:
         if admitted := account.take_arrived(queue, len(free_slots)):
             fresh = init_batch(model, account, admitted, [free_slots.pop(0) for _ in admitted])
@@ -69,13 +69,13 @@ def run(model: PreTrainedModel, requests: Sequence[LessonRequest], num_slots: in
     return account
 
 
-def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], slots: Sequence[int]) -> Batch:
+def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], slots: Sequence[int]) -> PaddedBatch:
     """Return a separate batch for newly admitted requests: left-padded prompts, nothing computed yet."""
     for request, slot in zip(requests, slots, strict=True):
         account.admit(request, slot)
     admitted = [account.requests[request] for request in requests]
     input_ids, attention_mask = left_pad([each.prompt_token_ids for each in admitted], model.device)
-    return Batch(
+    return PaddedBatch(
         requests=list(requests),
         slots=list(slots),
         input_ids=input_ids,
@@ -85,7 +85,7 @@ def init_batch(model: PreTrainedModel, account: Run, requests: Sequence[int], sl
     )
 
 
-def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> None:
+def generate_next_token(model: PreTrainedModel, batch: PaddedBatch, account: Run) -> None:
     """Run one forward pass: give every row its next token, and prepare the batch for the pass after."""
     rows = dict(zip(batch.slots, batch.requests, strict=True))
     account.rectangle(rows, batch.input_ids.shape[1], batch.attention_mask.shape[1])
@@ -97,7 +97,7 @@ def generate_next_token(model: PreTrainedModel, batch: Batch, account: Run) -> N
     batch.attention_mask = functional.pad(batch.attention_mask, (0, 1), value=1)
 
 
-def merge_batches(first: Batch, second: Batch) -> Batch:
+def merge_batches(first: PaddedBatch, second: PaddedBatch) -> PaddedBatch:
     """Join the rows of both: pads the shorter past on the left and concatenates everything."""
     width = max(first.attention_mask.shape[1], second.attention_mask.shape[1])
     merged = DynamicCache()
@@ -106,7 +106,7 @@ def merge_batches(first: Batch, second: Batch) -> Batch:
         values = torch.cat([pad_past(a.values, width - 1), pad_past(b.values, width - 1)])
         merged.update(keys, values, layer)
     masks = [functional.pad(b.attention_mask, (width - b.attention_mask.shape[1], 0)) for b in (first, second)]
-    return Batch(
+    return PaddedBatch(
         requests=first.requests + second.requests,
         slots=first.slots + second.slots,
         input_ids=torch.cat([first.input_ids, second.input_ids]),
@@ -121,7 +121,7 @@ def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
     return functional.pad(states, (0, 0, length - states.shape[2], 0))
 
 
-def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
+def filter_batch(batch: PaddedBatch, account: Run) -> tuple[PaddedBatch | None, list[int]]:
     """Drop rows that are done and columns that are padding for all others; also return the slots that became free."""
     kept = [row for row, remaining in enumerate(batch.tokens_remaining) if remaining > 0]
     removed = [slot for row, slot in enumerate(batch.slots) if row not in kept]
@@ -138,7 +138,7 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
     cache = DynamicCache()
     for layer, past in enumerate(batch.cache.layers):
         cache.update(past.keys[rows, :, num_unneeded:], past.values[rows, :, num_unneeded:], layer)
-    left = Batch(
+    left = PaddedBatch(
         requests=[batch.requests[row] for row in kept],
         slots=[batch.slots[row] for row in kept],
         input_ids=batch.input_ids[rows],
@@ -149,7 +149,7 @@ def filter_batch(batch: Batch, account: Run) -> tuple[Batch | None, list[int]]:
     return left, removed
 
 
-def log_picture(account: Run, what: str, before: Sequence[Batch], after: Batch | None) -> None:
+def log_picture(account: Run, what: str, before: Sequence[PaddedBatch], after: PaddedBatch | None) -> None:
     """Log the rectangles before and after a merge or a filter: `#` is a token, `.` padding."""
     if not account.is_logged:
         return

@@ -33,7 +33,7 @@ class Race:
     @property
     def scores(self) -> dict[str, Scores]:
         """Each method in numbers."""
-        return {name: Scores.of(run, self.num_slots) for name, run in self.runs.items()}
+        return {name: Scores.from_run(run, self.num_slots) for name, run in self.runs.items()}
 
     @property
     def timelines(self) -> list[Timeline]:

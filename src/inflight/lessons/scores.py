@@ -40,7 +40,7 @@ class Scores:
     first_token_p50: float
 
     @classmethod
-    def of(cls, run: Run, num_slots: int) -> "Scores":
+    def from_run(cls, run: Run, num_slots: int) -> "Scores":
         """Return the scores of a run that has ended."""
         lanes = [lane for step in run.steps for lane in step.values()]
         num_useful = sum(lane.use != "padding" for lane in lanes)

@@ -26,7 +26,7 @@ from inflight.lessons import engine_batching, shared_prefix, static_batching
 from inflight.lessons.methods import Method, Pace, Setting, warm_up
 from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.static_batching import left_pad
-from inflight.prefix_store.inspection import clear, holdings
+from inflight.prefix_store.inspection import clear, stored_fingerprints
 
 NUM_SLOTS = 8
 SECONDS_TO_SAVE = 60.0
@@ -92,7 +92,7 @@ def size_for(
 ) -> tuple[int, int, float]:
     """Rounds and requests, as asked or else the best that take no longer than `max_seconds`, and the seconds that they
     take: estimated from how long a wave's step and a prompt take here."""
-    pace = Pace.of(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
+    pace = Pace.measure(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
 
     def seconds(rounds: int, requests: int) -> float:
         rungs = pace.seconds(long_and_short_requests(requests, 1), NUM_SLOTS)
@@ -178,7 +178,7 @@ class _StoringEngine(_PrefixEngine):
     def leave_prefix(self) -> None:
         """Leave the prefix in the folder, and know nothing."""
         self.forget()
-        for holding in holdings(Path(self._folder.name)):
+        for holding in stored_fingerprints(Path(self._folder.name)):
             clear(holding, math.inf)
         self.know_prefix()
         self.engine.save_prefixes(SECONDS_TO_SAVE)

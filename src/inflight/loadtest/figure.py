@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from inflight.loadtest.runner import Record
+from inflight.loadtest.runner import RequestRecord
 from inflight.observe.pictures import new_figure
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ SHORTEST = 1e-5
 """Seconds. Shorter times are drawn here, because a logarithmic scale has no 0."""
 
 
-def load_figure(records: Sequence[Record], title: str) -> "Figure":
+def load_figure(records: Sequence[RequestRecord], title: str) -> "Figure":
     """Return a figure with four panels. Raises `ValueError` without the extra."""
     figure = new_figure(11.0, 7.0)
     panels = figure.subplots(2, 2)
@@ -36,7 +36,7 @@ def load_figure(records: Sequence[Record], title: str) -> "Figure":
     return figure
 
 
-def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
+def _draw_requests(panel: "Axes", records: Sequence[RequestRecord]) -> None:
     """Draw how many requests were due, sent and ended; between the curves are those held back or in flight."""
     for name, colour, width, moments in (
         ("due", "#cccccc", 3, [record.scheduled for record in records]),
@@ -48,7 +48,7 @@ def _draw_requests(panel: "Axes", records: Sequence[Record]) -> None:
     _label(panel, "requests", "seconds", "requests so far")
 
 
-def _draw_token_rate(panel: "Axes", records: Sequence[Record]) -> None:
+def _draw_token_rate(panel: "Axes", records: Sequence[RequestRecord]) -> None:
     """Draw output tokens per second; a request's tokens are distributed evenly over its chunks."""
     moments = np.concatenate([np.zeros(0), *(np.frombuffer(each.token_times) for each in records if each.token_times)])
     weights = [each.num_output_tokens / len(each.token_times) for each in records for _ in each.token_times]
@@ -59,7 +59,7 @@ def _draw_token_rate(panel: "Axes", records: Sequence[Record]) -> None:
     panel.set_xlabel("seconds", fontsize=8)
 
 
-def _draw_latencies(panel: "Axes", records: Sequence[Record]) -> None:
+def _draw_latencies(panel: "Axes", records: Sequence[RequestRecord]) -> None:
     done = [record for record in records if record.failure is None]
     failed = [record for record in records if record.failure is not None]
     due = [record.scheduled for record in done]
@@ -71,7 +71,7 @@ def _draw_latencies(panel: "Axes", records: Sequence[Record]) -> None:
     _label(panel, "latencies", "due at (seconds)", "seconds")
 
 
-def _draw_distributions(panel: "Axes", records: Sequence[Record]) -> None:
+def _draw_distributions(panel: "Axes", records: Sequence[RequestRecord]) -> None:
     done = [record for record in records if record.failure is None]
     for name, times in {
         "TTFT": [record.time_to_first_token for record in done],

@@ -16,7 +16,7 @@ from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.processes import run_in_processes
 from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.report import LoadReport, Objectives, report_of
-from inflight.loadtest.runner import Clock, LoadRequest, Record, Tally, run_load
+from inflight.loadtest.runner import Clock, LoadRequest, RequestRecord, Tally, run_load
 from inflight.loadtest.sketch import Sketch
 
 PROC = Path("/proc")
@@ -135,7 +135,7 @@ class LoadResult:
     """The result of a load test: what the server accepts, a record of each request, and the report."""
 
     dialect: Dialect
-    records: list[Record]
+    records: list[RequestRecord]
     report: LoadReport
 
 
@@ -249,6 +249,6 @@ def _say_what_differs(dialect: Dialect, plan: LoadPlan, target: Target, say: Cal
         say("the server does not take stream_options: unless it counts tokens all the same, chunks are counted")
 
 
-def as_rows(records: Sequence[Record]) -> list[dict[str, object]]:
+def as_rows(records: Sequence[RequestRecord]) -> list[dict[str, object]]:
     """Return each record for JSON, with the times of its chunks."""
     return [{**asdict(record), "token_times": list(record.token_times)} for record in records]

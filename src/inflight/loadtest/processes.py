@@ -14,7 +14,7 @@ from multiprocessing.sharedctypes import Synchronized
 from multiprocessing.synchronize import Barrier
 
 from inflight.loadtest.openai_client import OpenAIClient
-from inflight.loadtest.runner import LoadRequest, Record, WallClock, allow_connections, run_load
+from inflight.loadtest.runner import LoadRequest, RequestRecord, WallClock, allow_connections, run_load
 
 SECONDS_TO_MEET = 120.0
 """How long the first process waits for the last to be ready."""
@@ -51,7 +51,7 @@ def run_in_processes(
     *,
     max_concurrency: int | None = None,
     timeout: float = 600.0,
-) -> tuple[list[Record], float]:
+) -> tuple[list[RequestRecord], float]:
     """Send requests as `run_load` does. Blocks; returns their records in the same order, and the CPU seconds of all
     processes during the run.
 
@@ -67,7 +67,7 @@ def run_in_processes(
     context = multiprocessing.get_context("spawn")
     begin: Synchronized[float] = context.Value("d", 0.0)
     barrier = context.Barrier(num_processes, timeout=SECONDS_TO_MEET)
-    records: list[Record | None] = [None] * len(requests)
+    records: list[RequestRecord | None] = [None] * len(requests)
     cpu_seconds = 0.0
     with ProcessPoolExecutor(num_processes, context, _enter, (barrier, begin)) as pool:
         for number, (part, spent) in enumerate(pool.map(_send, shares)):
@@ -87,13 +87,13 @@ def _enter(barrier: Barrier, begin: "Synchronized[float]") -> None:
     _meeting = barrier, begin
 
 
-def _send(share: Share) -> tuple[list[Record], float]:
+def _send(share: Share) -> tuple[list[RequestRecord], float]:
     """In a process of its own: send a share of the requests."""
     allow_connections(len(share.requests))
     return asyncio.run(_run(share))
 
 
-async def _run(share: Share) -> tuple[list[Record], float]:
+async def _run(share: Share) -> tuple[list[RequestRecord], float]:
     barrier, begin = _meeting
     async with OpenAIClient(share.base_url, share.api_key) as client:
         if barrier.wait() == 0:

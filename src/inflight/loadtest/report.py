@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Group
 from rich.table import Column, Table
 
-from inflight.loadtest.runner import Record
+from inflight.loadtest.runner import RequestRecord
 
 QUANTILES = (50, 90, 95, 99)
 
@@ -36,7 +36,7 @@ class Distribution:
     max: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> "Distribution | None":
+    def from_values(cls, values: Iterable[float]) -> "Distribution | None":
         """Return the distribution of `values`; None if there are no values."""
         array = np.fromiter(values, dtype=np.float64)
         if not array.size:
@@ -68,7 +68,7 @@ class Objectives:
             limits[name] = float(number) / 1000
         return cls(**limits)
 
-    def are_met_by(self, record: Record) -> bool:
+    def are_met_by(self, record: RequestRecord) -> bool:
         """Whether a request was completed within all limits; a request without a TPOT meets any limit on it."""
         if record.failure is not None:
             return False
@@ -137,7 +137,7 @@ class LoadReport:
 
 
 def report_of(
-    records: Sequence[Record],
+    records: Sequence[RequestRecord],
     num_output_tokens_asked: Sequence[int],
     *,
     objectives: Objectives | None = None,
@@ -173,11 +173,11 @@ def report_of(
         output_tokens_per_second=outputs * per_second,
         mean_concurrency=sum(record.finished - record.sent for record in records) * per_second,
         peak_concurrency=_peak(records),
-        ttft=Distribution.of(record.time_to_first_token for record in done),
-        tpot=Distribution.of(tpot for record in done if (tpot := record.time_per_output_token) is not None),
-        itl=Distribution.of(gap for record in done for gap in record.inter_token_latencies),
-        e2e=Distribution.of(record.latency for record in done),
-        lateness=Distribution.of(record.sent - record.scheduled for record in records),
+        ttft=Distribution.from_values(record.time_to_first_token for record in done),
+        tpot=Distribution.from_values(tpot for record in done if (tpot := record.time_per_output_token) is not None),
+        itl=Distribution.from_values(gap for record in done for gap in record.inter_token_latencies),
+        e2e=Distribution.from_values(record.latency for record in done),
+        lateness=Distribution.from_values(record.sent - record.scheduled for record in records),
         goodput=None if num_good is None else num_good * per_second,
         num_good=num_good,
         server_cpu_seconds=server_cpu_seconds,
@@ -185,7 +185,7 @@ def report_of(
     )
 
 
-def _peak(records: Sequence[Record]) -> int:
+def _peak(records: Sequence[RequestRecord]) -> int:
     """Return the most requests in flight at once; a request that ends when another is sent does not overlap it."""
     changes = [(record.sent, 1) for record in records] + [(record.finished, -1) for record in records]
     return max(accumulate(change for _, change in sorted(changes)))

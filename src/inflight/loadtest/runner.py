@@ -35,7 +35,7 @@ class LoadRequest:
 
 
 @dataclass(slots=True)
-class Record:
+class RequestRecord:
     """What happened to a request. Times are in seconds after the start of the run.
 
     Attributes:
@@ -138,7 +138,7 @@ async def run_load(
     clock: Clock | None = None,
     watch: Callable[[Tally], None] = lambda tally: None,
     start: float | None = None,
-) -> list[Record]:
+) -> list[RequestRecord]:
     """Send each request when it is due, and return their records in the same order.
 
     Args:
@@ -152,9 +152,9 @@ async def run_load(
     clock, tally = clock or WallClock(), Tally()
     start = clock.now() if start is None else start
     gate = asyncio.Semaphore(max_concurrency) if max_concurrency is not None else None
-    records = [Record(request.arrival, num_prompt_tokens=request.num_prompt_tokens) for request in requests]
+    records = [RequestRecord(request.arrival, num_prompt_tokens=request.num_prompt_tokens) for request in requests]
 
-    async def follow(request: LoadRequest, record: Record) -> None:
+    async def follow(request: LoadRequest, record: RequestRecord) -> None:
         async with AsyncExitStack() as stack:
             if gate is not None:
                 await stack.enter_async_context(gate)

@@ -6,7 +6,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 from inflight.contracts.record import SpanKind
-from inflight.observe.step_view import COLOURS, letters
+from inflight.observe.step_view import COLOURS, sequence_label
 
 LABEL = 9
 """Columns before the first step."""
@@ -59,6 +59,6 @@ def _mark(holder: Holder | None) -> tuple[str, str]:
     if holder is None:
         return " ", ""
     number, kind = holder
-    letter = letters(number)[-1]
+    letter = sequence_label(number)[-1]
     colour = COLOURS[number % len(COLOURS)]
     return (letter.lower(), colour) if kind == "decode" else (letter, f"bold {colour}")

@@ -58,8 +58,8 @@ class SlotView:
         if span is None:
             return "", Text("idle", style="dim"), ""
         what = span.kind if span.kind == "decode" else f"{span.kind} {span.length}"
-        if span.num_guessed:
-            what += f" +{span.num_accepted}/{span.num_guessed}"
+        if span.num_draft_tokens:
+            what += f" +{span.num_accepted}/{span.num_draft_tokens}"
         text = " ".join(self._texts[span.request_id].split())
         return span.request_id, Text(what, style=COLOURS[span.kind]), text[-width:]
 

@@ -25,7 +25,7 @@ class Percentiles:
     p99: float
 
     @classmethod
-    def of(cls, values: "array[float]") -> "Percentiles":
+    def from_values(cls, values: "array[float]") -> "Percentiles":
         """Return the percentiles of `values`; zeros if there are none."""
         if not values:
             return cls(0.0, 0.0, 0.0)
@@ -44,7 +44,7 @@ class RunReport:
         time_to_first_token, time_per_output_token, latency: percentiles over sequences.
         occupancy: the share of all slots, over all steps, in which a sequence ran.
         mean_blocks_used, peak_blocks_used: used blocks out of `num_blocks`; the mean is over time.
-        num_guessed_tokens, num_accepted_tokens: guessed tokens that were computed, and how many were the right ones.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were computed, and how many were the right ones.
     """
 
     num_sequences: int
@@ -61,7 +61,7 @@ class RunReport:
     mean_blocks_used: float
     peak_blocks_used: int
     num_blocks: int
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
 
     @property
@@ -102,9 +102,11 @@ class RunReport:
             f"{self.num_blocks:,}",
             "slots in use": f"{self.occupancy:.1%}",
         }
-        if self.num_guessed_tokens:
-            share = self.num_accepted_tokens / self.num_guessed_tokens
-            rows["guesses"] = f"{self.num_guessed_tokens:,} tokens, {self.num_accepted_tokens:,} right ({share:.0%})"
+        if self.num_draft_tokens:
+            share = self.num_accepted_tokens / self.num_draft_tokens
+            rows["draft tokens"] = (
+                f"{self.num_draft_tokens:,} verified, {self.num_accepted_tokens:,} accepted ({share:.0%})"
+            )
         for name, words in rows.items():
             table.add_row(name, words)
         return table
@@ -127,7 +129,7 @@ class RunLog:
     seconds_of_blocks: float = 0.0
     seconds_of_steps: float = 0.0
     peak_blocks_used: int = 0
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     first_token: "array[float]" = field(default_factory=lambda: array("f"))
     per_token: "array[float]" = field(default_factory=lambda: array("f"))
@@ -146,9 +148,9 @@ class RunLog:
         self.seconds_of_blocks += seconds * num_blocks_used
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
 
-    def observe_guesses(self, num_guessed: int, num_accepted: int) -> None:
-        """Add guessed tokens that were computed, and how many were right."""
-        self.num_guessed_tokens += num_guessed
+    def observe_draft_tokens(self, num_draft_tokens: int, num_accepted: int) -> None:
+        """Add draft tokens that were computed, and how many were right."""
+        self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
 
     def observe_sequence(self, arrival: float, first: float, last: float, num_output_tokens: int) -> None:
@@ -163,7 +165,7 @@ class RunLog:
         """Add what another engine with as many slots and blocks has done meanwhile."""
         for name in ("num_steps", "num_spans", "num_output_tokens", "seconds_of_blocks", "seconds_of_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.observe_guesses(other.num_guessed_tokens, other.num_accepted_tokens)
+        self.observe_draft_tokens(other.num_draft_tokens, other.num_accepted_tokens)
         self.peak_blocks_used = max(self.peak_blocks_used, other.peak_blocks_used)
         for name in ("first_token", "per_token", "latency"):
             getattr(self, name).extend(getattr(other, name))
@@ -179,15 +181,15 @@ class RunLog:
             num_cached_tokens=num_cached_tokens,
             num_output_tokens=self.num_output_tokens,
             seconds=seconds,
-            time_to_first_token=Percentiles.of(self.first_token),
-            time_per_output_token=Percentiles.of(self.per_token),
-            latency=Percentiles.of(self.latency),
+            time_to_first_token=Percentiles.from_values(self.first_token),
+            time_per_output_token=Percentiles.from_values(self.per_token),
+            latency=Percentiles.from_values(self.latency),
             num_preemptions=num_preemptions,
             occupancy=self.occupancy,
             mean_blocks_used=self.seconds_of_blocks / self.seconds_of_steps if self.seconds_of_steps else 0.0,
             peak_blocks_used=self.peak_blocks_used,
             num_blocks=self.num_blocks,
-            num_guessed_tokens=self.num_guessed_tokens,
+            num_draft_tokens=self.num_draft_tokens,
             num_accepted_tokens=self.num_accepted_tokens,
         )
 
@@ -204,7 +206,7 @@ class SequenceTimes:
 def sequence_times(recording: Recording) -> dict[tuple[str, int], SequenceTimes]:
     """Return the times of all sequences that got a token, by request and index.
 
-    Every span except a chunk gives a token, and one more for each guess that was right, at the end of its step.
+    Every span except a chunk gives a token, and one more for each accepted draft token, at the end of its step.
     """
     times: dict[tuple[str, int], SequenceTimes] = {}
     for step in recording.steps:
@@ -228,7 +230,7 @@ def report_of(recording: Recording) -> RunReport:
     log, last_step = RunLog(config.scheduling.max_num_seqs, steps[-1].num_blocks), steps[-1]
     for step in steps:
         log.observe_step(len(step.spans), step.num_blocks_used, step.duration)
-        log.observe_guesses(sum(s.num_guessed for s in step.spans), sum(s.num_accepted for s in step.spans))
+        log.observe_draft_tokens(sum(s.num_draft_tokens for s in step.spans), sum(s.num_accepted for s in step.spans))
     arrivals = {arrival.request_id: arrival.time for arrival in recording.arrivals}
     for (request_id, _), times in sequence_times(recording).items():
         arrival = arrivals.get(request_id, times.first)

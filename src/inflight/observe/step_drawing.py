@@ -89,15 +89,15 @@ class StepDrawing:
 
     def _headings(self, columns: list[Place], label_width: int) -> Iterator[Text]:
         """Yield the header lines: which sequence each column belongs to, and whether its key was cached."""
-        letters, ages = Text(" " * label_width), Text(" " * label_width)
+        names, ages = Text(" " * label_width), Text(" " * label_width)
         for group in dict.fromkeys(column.group for column in columns):
             span, width = self._view.spans[group], sum(column.group == group for column in columns)
-            letters.append(f"{span.letter:{width}.{width}} ", style=f"bold {span.colour}")
+            names.append(f"{span.letter:{width}.{width}} ", style=f"bold {span.colour}")
         for column, gap in _with_gaps(columns):
             span = self._view.spans[column.group]
             age = "…" if column.num_hidden else "c" if column.index < span.num_cached else "n"
             ages.append(gap).append(age, style="dim")
-        yield letters
+        yield names
         yield ages
 
     def _label_width(self, width: int) -> int:

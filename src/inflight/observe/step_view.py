@@ -33,7 +33,7 @@ class SpanView:
         num_cached: how many of its keys were in the cache before the step.
         keys: the texts of all tokens up to the step's last one, including those of the step.
         predecessor: the number of the sequence that had the slot before, if this is the sequence's first step there.
-        num_guessed, num_accepted: how many of its last tokens were guessed, and how many of these were right.
+        num_draft_tokens, num_accepted: how many of its last tokens were drafts, and how many were accepted.
     """
 
     number: int
@@ -43,13 +43,13 @@ class SpanView:
     num_cached: int
     keys: tuple[str, ...]
     predecessor: int | None = None
-    num_guessed: int = 0
+    num_draft_tokens: int = 0
     num_accepted: int = 0
 
     @property
     def letter(self) -> str:
         """The sequence's name."""
-        return letters(self.number)
+        return sequence_label(self.number)
 
     @property
     def colour(self) -> str:
@@ -63,10 +63,12 @@ class SpanView:
 
     @property
     def label(self) -> str:
-        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Guessed tokens are
+        """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Draft tokens are
         counted by themselves: a plus, and how many of them were right."""
-        guessed = f"+{self.num_accepted}/{self.num_guessed}" if self.num_guessed else ""
-        return f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_guessed}{guessed})"
+        drafts = f"+{self.num_accepted}/{self.num_draft_tokens}" if self.num_draft_tokens else ""
+        return (
+            f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_draft_tokens}{drafts})"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +140,7 @@ class StepView:
         decodes = f"the decode{'s' if len(decoding) > 1 else ''} of {_listed(decoding)}"
         beside = f", and its tokens share this row with {decodes}" if decoding else ""
         return "\n".join(
-            f"{span.letter} takes slot {span.slot}, which {letters(span.predecessor)} has left{beside}"
+            f"{span.letter} takes slot {span.slot}, which {sequence_label(span.predecessor)} has left{beside}"
             for span in self.spans
             if span.predecessor is not None
         )
@@ -169,7 +171,7 @@ def view_span(
         record.start,
         keys,
         predecessor,
-        record.num_guessed,
+        record.num_draft_tokens,
         record.num_accepted,
     )
 
@@ -215,10 +217,10 @@ def _listed(words: Sequence[str]) -> str:
     return " and ".join([", ".join(words[:-1]), *words[-1:]] if len(words) > 1 else words)
 
 
-def letters(number: int) -> str:
+def sequence_label(number: int) -> str:
     """Return the name of sequence `number`: A to Z, then AA, AB, …, like spreadsheet columns."""
     rest, last = divmod(number, 26)
-    return (letters(rest - 1) if rest else "") + chr(ord("A") + last)
+    return (sequence_label(rest - 1) if rest else "") + chr(ord("A") + last)
 
 
 _SIGNS = {" ": "·", "\n": "↵", "\t": "⇥"}

@@ -133,8 +133,8 @@ def chrome_events(recording: Recording) -> Iterator[Event]:
         start = step.start_time - begin
         for span in step.spans:
             arguments = {"step": step.step, "start": span.start, "tokens": span.length, "sequence": span.index}
-            if span.num_guessed:
-                arguments |= {"guessed": span.num_guessed, "accepted": span.num_accepted}
+            if span.num_draft_tokens:
+                arguments |= {"proposed": span.num_draft_tokens, "accepted": span.num_accepted}
             event = _complete(span.slot, span.request_id, span.index, span.kind, start, ends[number])
             yield event | {"args": arguments}
         for slot, request_id, index in step.preempted:

@@ -20,7 +20,7 @@ from typing import IO, Any
 from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME, PINNED_MODE, BlockFolder, is_pinned
-from inflight.prefix_store.inspection import Holding, parse_about
+from inflight.prefix_store.inspection import StoredFingerprint, parse_about
 from inflight.prefix_store.naming import KEY_SIZE, Naming
 
 MODE = 0o600
@@ -30,7 +30,7 @@ ABOUT_PATH = re.compile(rf"([0-9a-f]{{64}})/{re.escape(ABOUT_NAME)}")
 
 
 @dataclass(slots=True)
-class Moved:
+class ArchiveTotals:
     """What an archive has been given, or has given.
 
     Attributes:
@@ -66,7 +66,9 @@ class _Renaming:
 # --------------------------------------------------------------------------------------------- into an archive
 
 
-def write_archive(folder: Path, holdings: list[Holding], file: IO[bytes], *, only_pinned: bool = False) -> Moved:
+def write_archive(
+    folder: Path, stored_fingerprints: list[StoredFingerprint], file: IO[bytes], *, only_pinned: bool = False
+) -> ArchiveTotals:
     """Write the prefixes of some fingerprints in a folder to a file, those without a `cache_salt`.
 
     Args:
@@ -75,10 +77,10 @@ def write_archive(folder: Path, holdings: list[Holding], file: IO[bytes], *, onl
     Raises `OSError`.
     """
     old_key, new_key = (folder / KEY_NAME).read_bytes(), secrets.token_bytes(KEY_SIZE)
-    moved = Moved()
+    moved = ArchiveTotals()
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         _add(archive, KEY_NAME, new_key)
-        for holding in holdings:
+        for holding in stored_fingerprints:
             fingerprint = bytes.fromhex(holding.fingerprint)
             _add(archive, f"{holding.fingerprint}/{ABOUT_NAME}", json.dumps(holding.about).encode())
             new = Naming(new_key, fingerprint)
@@ -101,7 +103,7 @@ def write_archive(folder: Path, holdings: list[Holding], file: IO[bytes], *, onl
     return moved
 
 
-def _from(holding: Holding, roots: list[bytes]) -> Iterator[Path]:
+def _from(holding: StoredFingerprint, roots: list[bytes]) -> Iterator[Path]:
     """The files of the blocks that there is a way to, parents first."""
     children: dict[bytes, list[Path]] = defaultdict(list)
     for path in holding.files():
@@ -124,7 +126,7 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = MODE, tim
 # --------------------------------------------------------------------------------------------- out of an archive
 
 
-def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> Moved:
+def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
     """Add the prefixes in a file to a folder, which is made if it is missing.
 
     Args:
@@ -134,7 +136,7 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> Moved:
         ValueError: it is no such file, or not whole (then what came before is there), or too much would be pinned.
         OSError: the folder cannot be used.
     """
-    moved = Moved()
+    moved = ArchiveTotals()
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             members = ((member.name, member.mode, _read(archive, member)) for member in archive)
@@ -151,7 +153,7 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> Moved:
 
 
 class _Reader:
-    def __init__(self, key: bytes, path: Path, max_bytes: int, moved: Moved) -> None:
+    def __init__(self, key: bytes, path: Path, max_bytes: int, moved: ArchiveTotals) -> None:
         self._key, self._path, self._max_bytes, self._moved = key, path, max_bytes, moved
         self._about: dict[str, dict[str, Any]] = {}
         self._folders: dict[str, tuple[BlockFolder, _Renaming]] = {}

@@ -16,7 +16,7 @@ FINGERPRINT = re.compile(r"([0-9a-f]{2})+")
 
 
 @dataclass(frozen=True, slots=True)
-class Holding:
+class StoredFingerprint:
     """The blocks of one fingerprint.
 
     Attributes:
@@ -46,7 +46,7 @@ class Holding:
         return sorted(each for each in found if each.is_file())
 
 
-def holdings(folder: Path) -> list[Holding]:
+def stored_fingerprints(folder: Path) -> list[StoredFingerprint]:
     """What is in a folder, the latest used first. Raises `ValueError` if it is no folder of prefixes."""
     if not (folder / KEY_NAME).is_file():
         raise ValueError(f"{str(folder)!r} is no folder of prefixes")
@@ -54,7 +54,7 @@ def holdings(folder: Path) -> list[Holding]:
     return sorted(found, key=lambda each: each.last_used, reverse=True)
 
 
-def damaged(holding: Holding) -> Iterator[tuple[Path, str]]:
+def damaged(holding: StoredFingerprint) -> Iterator[tuple[Path, str]]:
     """Read all blocks; yield those that are damaged, and why, in words that follow the file's name."""
     for path in holding.files():
         try:
@@ -65,7 +65,7 @@ def damaged(holding: Holding) -> Iterator[tuple[Path, str]]:
             yield path, str(reason)
 
 
-def clear(holding: Holding, used_before: float, *, keep_pinned: bool = False) -> tuple[int, int]:
+def clear(holding: StoredFingerprint, used_before: float, *, keep_pinned: bool = False) -> tuple[int, int]:
     """Delete the blocks that were not used since a time (seconds since the epoch). Returns their number and bytes."""
     num_blocks = num_bytes = 0
     for path, status in _statuses(holding.files()):
@@ -82,8 +82,8 @@ def _statuses(paths: list[Path]) -> Iterator[tuple[Path, os.stat_result]]:
             yield path, path.stat()
 
 
-def _holding(path: Path) -> Holding:
-    empty = Holding(path, _about(path), 0, 0, 0, _num_hits(path), 0.0, 0.0)
+def _holding(path: Path) -> StoredFingerprint:
+    empty = StoredFingerprint(path, _about(path), 0, 0, 0, _num_hits(path), 0.0, 0.0)
     statuses = [status for _, status in _statuses(empty.files())]
     times = [status.st_mtime for status in statuses] or [0.0]
     return replace(

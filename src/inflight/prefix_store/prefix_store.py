@@ -40,8 +40,8 @@ MAX_LINES = 10
 
 
 @dataclass(slots=True)
-class Loading:
-    """Blocks that are being loaded; see `contracts.block_store.Loading`."""
+class BlockLoading:
+    """Blocks that are being loaded; see `contracts.block_store.BlockLoading`."""
 
     blocks: Sequence[tuple[BlockContent, int]]
     num_loaded: int = 0
@@ -92,7 +92,7 @@ class PrefixStore:
         self._bytes_per_block = sum(map(len, rows_of(0)))
         self._rate = FIRST_RATE
         self._seconds_per_token: float | None = None
-        self._loads: deque[Loading] = deque()
+        self._loads: deque[BlockLoading] = deque()
         self._saves: deque[Saving] = deque()
         self._changed = threading.Condition()
         self._is_working = self._has_ended = False
@@ -131,9 +131,9 @@ class PrefixStore:
         known = each if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + SMOOTHING * (each - known)
 
-    def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> Loading:
+    def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> BlockLoading:
         """See `BlockStore`."""
-        loading = Loading(blocks)
+        loading = BlockLoading(blocks)
         with self._changed:
             self._loads.append(loading)
             self._changed.notify_all()
@@ -246,7 +246,7 @@ class PrefixStore:
                     seconds * (1 / share - 1),
                 )
 
-    def _load_next(self, loading: Loading) -> None:
+    def _load_next(self, loading: BlockLoading) -> None:
         """Load some more blocks."""
         num_threads, num_blocks = (1, 1) if self.is_busy else (NUM_READERS, READ_AT_ONCE)
         blocks = loading.blocks[loading.num_loaded : loading.num_loaded + num_blocks]
@@ -267,7 +267,7 @@ class PrefixStore:
             with suppress(OSError):  # a disk that is full has other ways to say so
                 self._folder.observe_hit()
 
-    def _announce(self, loading: Loading) -> None:
+    def _announce(self, loading: BlockLoading) -> None:
         most = loading.num_loaded + 1 + BYTES_AHEAD // self._bytes_per_block
         for content, _ in loading.blocks[loading.num_announced : most]:
             block_file.announce(self._folder.path_of(content.digest, content.group))

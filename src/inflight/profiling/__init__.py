@@ -2,6 +2,6 @@
 
 from inflight.profiling.decode_profile import profile_decode
 from inflight.profiling.machine import Machine, MachineMeter
-from inflight.profiling.step_profile import Part, StepProfile
+from inflight.profiling.step_profile import ProfilePart, StepProfile
 
-__all__ = ["Machine", "MachineMeter", "Part", "StepProfile", "profile_decode"]
+__all__ = ["Machine", "MachineMeter", "ProfilePart", "StepProfile", "profile_decode"]

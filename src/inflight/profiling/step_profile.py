@@ -33,7 +33,7 @@ def times(seconds: float, floor_seconds: float | None) -> float | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class ProfilePart:
     """A part of a step.
 
     Attributes:
@@ -70,7 +70,7 @@ class StepProfile:
     num_cached_tokens: float
     num_steps: int
     step_seconds: float
-    parts: tuple[Part, ...]
+    parts: tuple[ProfilePart, ...]
     correction: float
     machine: Machine
     work: StepWork
@@ -92,7 +92,7 @@ class StepProfile:
         measured += [(part.name, part.seconds, part.floor_seconds or 0.0) for part in self.parts]
         return [name for name, seconds, floor in measured if floor and times(seconds, floor) is None]
 
-    def share(self, part: Part) -> float:
+    def share(self, part: ProfilePart) -> float:
         """Return the part's share of the step's time."""
         return part.seconds / self.step_seconds
 
@@ -117,7 +117,7 @@ def take_apart(
     operators: Sequence[OperatorTimes],
     machine: Machine,
     work: StepWork,
-) -> tuple[tuple[Part, ...], float]:
+) -> tuple[tuple[ProfilePart, ...], float]:
     """Return the parts of a step, and the correction that makes them add up to `step_seconds`.
 
     Args:
@@ -131,18 +131,18 @@ def take_apart(
     )
     expert_floor = work.expert_bytes / machine.read_bytes_per_second
     parts = (
-        Part("linears", forward["linears"], linear_floor),
-        *([Part("experts", forward["experts"], expert_floor)] if forward["experts"] else []),
-        Part("attention", forward["attention"], work.cache_bytes / machine.read_bytes_per_second),
-        Part("small operators", forward["small_operators"]),
-        Part("Python in the forward pass", forward["python"]),
-        Part("packing the batch", phase["packing"]),
-        Part("sampler", phase["sampler"]),
-        Part("scheduler", phase["scheduler"]),
-        Part("engine, other", phase["engine"]),
+        ProfilePart("linears", forward["linears"], linear_floor),
+        *([ProfilePart("experts", forward["experts"], expert_floor)] if forward["experts"] else []),
+        ProfilePart("attention", forward["attention"], work.cache_bytes / machine.read_bytes_per_second),
+        ProfilePart("small operators", forward["small_operators"]),
+        ProfilePart("Python in the forward pass", forward["python"]),
+        ProfilePart("packing the batch", phase["packing"]),
+        ProfilePart("sampler", phase["sampler"]),
+        ProfilePart("scheduler", phase["scheduler"]),
+        ProfilePart("engine, other", phase["engine"]),
     )
     correction = step_seconds / sum(part.seconds for part in parts)
-    return tuple(Part(part.name, part.seconds * correction, part.floor_seconds) for part in parts), correction
+    return tuple(ProfilePart(part.name, part.seconds * correction, part.floor_seconds) for part in parts), correction
 
 
 def split_forward(seconds: float, operators: dict[str, float]) -> dict[str, float]:

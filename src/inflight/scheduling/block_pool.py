@@ -23,7 +23,7 @@ from typing import TypeAlias
 
 from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.contracts.plan import NO_BLOCK, BlockTable
-from inflight.scheduling.prefix_cache import CacheWatch, Key, Node, PrefixCache
+from inflight.scheduling.prefix_cache import CacheWatch, Key, PrefixCache, PrefixNode
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]
 """The blocks of one sequence in each cache group; all tables are equally long."""
@@ -100,7 +100,7 @@ class BlockPool:
         Args:
             blocks: for each group, the blocks that follow the table's last.
         """
-        self.let_go(tables, num_tokens)
+        self.release_before(tables, num_tokens)
         for group, table, added in zip(self.layout.groups, tables, blocks, strict=True):
             num_unseen = group.first_visible(num_tokens) // self.block_size - len(table)
             for number, block in enumerate(added):
@@ -110,7 +110,7 @@ class BlockPool:
                     self._hold(block)
                     table.append(block)
 
-    def let_go(self, tables: BlockTables, position: int) -> None:
+    def release_before(self, tables: BlockTables, position: int) -> None:
         """Give up the blocks that no query at this position or after it can see."""
         for group, table in zip(self.layout.groups, tables, strict=True):
             index = min(group.first_visible(position) // self.block_size, len(table)) - 1
@@ -162,19 +162,19 @@ class BlockPool:
         """Report what can be found from now on."""
         self._prefix_cache.watch = watch
 
-    def find(self, key: Key) -> Node | None:
+    def find(self, key: Key) -> PrefixNode | None:
         """The prefix cache's node of this key, if there is one."""
         return self._prefix_cache.find(key)
 
-    def node_of(self, block: int) -> Node | None:
+    def node_of(self, block: int) -> PrefixNode | None:
         """The node whose content a block holds, if it can be found."""
         return self._prefix_cache.node_of(block)
 
-    def add(self, key: Key) -> Node:
+    def add(self, key: Key) -> PrefixNode:
         """Make a node for a new key; `remember` gives it its blocks."""
         return self._prefix_cache.add(key)
 
-    def remember(self, node: Node, group: int, block: int) -> None:
+    def remember(self, node: PrefixNode, group: int, block: int) -> None:
         """Let the content of a used block be found from now on; the node must have no block in this group yet."""
         self._prefix_cache.put(node, group, block)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from inflight.contracts.block_store import BlockContent, BlockStore, Loading
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
-from inflight.scheduling.prefix_cache import Node, Parent, make_key
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, make_key
 from inflight.scheduling.sequence import Sequence
 
 LARGEST_SHARE = 0.5
@@ -48,7 +48,9 @@ class Persistence:
         find: gives the nodes in the cache that a sequence can begin with (see `Reuse.find`).
     """
 
-    def __init__(self, store: BlockStore | None, block_pool: BlockPool, find: Callable[[Sequence], list[Node]]) -> None:
+    def __init__(
+        self, store: BlockStore | None, block_pool: BlockPool, find: Callable[[Sequence], list[PrefixNode]]
+    ) -> None:
         self._store = store
         self.num_restored_tokens = 0
         self._block_pool = block_pool
@@ -90,7 +92,7 @@ class Persistence:
         if not pool.grow(tables, num_tokens):
             pool.release(tables)
             return False
-        pool.let_go(tables, num_tokens)
+        pool.release_before(tables, num_tokens)
         blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
         restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
         self._restorations.append(restoration)
@@ -154,10 +156,10 @@ class Persistence:
     def _remember(self, restoration: Restoration) -> None:
         """Let what was loaded be found."""
         pool, parent = self._block_pool, restoration.parent
-        if isinstance(parent, Node) and pool.find(parent.key) is not parent:
+        if isinstance(parent, PrefixNode) and pool.find(parent.key) is not parent:
             return  # it was forgotten, because the step that computed it failed
         loaded = restoration.contents[: restoration.loading.num_loaded]
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         for token_ids in restoration.chain[: 1 + loaded[-1][0] if loaded else 0]:
             key = parent, token_ids
             parent = pool.find(key) or pool.add(key)
@@ -192,11 +194,11 @@ class Persistence:
 
 def digest_of(store: BlockStore, parent: Parent) -> bytes:
     """The digest of a node or root."""
-    unknown: list[Node] = []
-    while isinstance(parent, Node) and not parent.digest:
+    unknown: list[PrefixNode] = []
+    while isinstance(parent, PrefixNode) and not parent.digest:
         unknown.append(parent)
         parent = parent.key[0]
-    digest = parent.digest if isinstance(parent, Node) else store.digest_of_root(*parent)
+    digest = parent.digest if isinstance(parent, PrefixNode) else store.digest_of_root(*parent)
     for node in reversed(unknown):
         digest = node.digest = store.digest(digest, node.key[1])
     return digest

@@ -10,7 +10,7 @@ from inflight.scheduling.sequences import Slots
 
 def make_plan(
     lengths: Mapping[Sequence, int],
-    guesses: Mapping[Sequence, SequenceOf[int]],
+    drafts: Mapping[Sequence, SequenceOf[int]],
     slots: Slots,
     num_groups: int,
     copies: Iterable[tuple[int, int]],
@@ -19,28 +19,28 @@ def make_plan(
 
     Args:
         lengths: how many tokens each sequence computes, which has its slot and blocks for them.
-        guesses: of some, tokens guessed after these.
+        drafts: draft tokens that follow these, for some.
         slots: are told that the plan tells of them.
         num_groups: of the cache.
         copies: (source, destination) blocks to copy before anything is computed.
     """
-    spans = tuple([_span(sequence, length, guesses.get(sequence, ())) for sequence, length in lengths.items()])
+    spans = tuple([_span(sequence, length, drafts.get(sequence, ())) for sequence, length in lengths.items()])
     pairs = zip(spans, lengths, strict=True)
     assignments = tuple(
-        [_assignment(span.slot, each) for span, each in pairs if slots.is_news(span.slot, each.sequence_id)]
+        [_assignment(span.slot, each) for span, each in pairs if slots.is_new(span.slot, each.sequence_id)]
     )
     tables = tuple(tuple([sequence.block_tables[group][:] for sequence in lengths]) for group in range(num_groups))
     return StepPlan(spans, tables, tuple(copies), slots.take_released(), assignments)
 
 
-def _span(sequence: Sequence, length: int, guessed: SequenceOf[int]) -> Span:
+def _span(sequence: Sequence, length: int, proposed: SequenceOf[int]) -> Span:
     assert sequence.slot is not None
-    start, sequence_length, num_guessed = sequence.num_computed_tokens, len(sequence.token_ids), len(guessed)
+    start, sequence_length, num_draft_tokens = sequence.num_computed_tokens, len(sequence.token_ids), len(proposed)
     end = start + length
     scored_ids = sequence.ids_to_score(end)
     token_ids = sequence.token_ids[start:end]
-    token_ids += guessed
-    num_logit_rows = len(scored_ids) + (end == sequence_length) + num_guessed
+    token_ids += proposed
+    num_logit_rows = len(scored_ids) + (end == sequence_length) + num_draft_tokens
     if sequence.request.runs_whole:
         num_logit_rows = length
     return Span(
@@ -49,9 +49,9 @@ def _span(sequence: Sequence, length: int, guessed: SequenceOf[int]) -> Span:
         start,
         token_ids,
         num_logit_rows,
-        sequence_length + num_guessed,
+        sequence_length + num_draft_tokens,
         scored_ids,
-        num_guessed,
+        num_draft_tokens,
     )
 
 

@@ -33,14 +33,14 @@ class Root(NamedTuple):
     adapter: str | None = None
 
 
-Parent: TypeAlias = "Root | Node"
+Parent: TypeAlias = "Root | PrefixNode"
 """What comes before a block of tokens: nothing, or another block."""
 
 Key: TypeAlias = tuple[Parent, bytes]
 
 
 @dataclass(slots=True, eq=False)
-class Node:
+class PrefixNode:
     """A full block of tokens after a prefix.
 
     Attributes:
@@ -63,11 +63,11 @@ def make_key(parent: Parent, token_ids: SequenceOf[int]) -> Key:
 class CacheWatch(Protocol):
     """Is told what a prefix cache holds."""
 
-    def stored(self, node: Node, group: int) -> None:
+    def stored(self, node: PrefixNode, group: int) -> None:
         """A node has a block in a group from now on."""
         ...
 
-    def removed(self, node: Node, group: int) -> None:
+    def removed(self, node: PrefixNode, group: int) -> None:
         """A node has no block in a group any more."""
         ...
 
@@ -85,8 +85,8 @@ class PrefixCache:
     def __init__(self, num_groups: int = 1) -> None:
         self._num_groups = num_groups
         self.watch: CacheWatch | None = None
-        self._nodes: dict[Key, Node] = {}
-        self._place_of_block: dict[int, tuple[Node, int]] = {}  # its node and its group
+        self._nodes: dict[Key, PrefixNode] = {}
+        self._place_of_block: dict[int, tuple[PrefixNode, int]] = {}  # its node and its group
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -95,24 +95,24 @@ class PrefixCache:
         """Whether this block's content is known."""
         return block in self._place_of_block
 
-    def find(self, key: Key) -> Node | None:
+    def find(self, key: Key) -> PrefixNode | None:
         """The node of this key, if it or any node below it has a block."""
         return self._nodes.get(key)
 
-    def node_of(self, block: int) -> Node | None:
+    def node_of(self, block: int) -> PrefixNode | None:
         """The node whose content a block holds, if that is known."""
         node, _ = self._place_of_block.get(block, (None, 0))
         return node
 
-    def add(self, key: Key) -> Node:
+    def add(self, key: Key) -> PrefixNode:
         """Make a node for a new key, without any block yet (`put`)."""
-        node = self._nodes[key] = Node(key, [NO_BLOCK] * self._num_groups)
+        node = self._nodes[key] = PrefixNode(key, [NO_BLOCK] * self._num_groups)
         parent = key[0]
-        if isinstance(parent, Node):
+        if isinstance(parent, PrefixNode):
             parent.num_children += 1
         return node
 
-    def put(self, node: Node, group: int, block: int) -> None:
+    def put(self, node: PrefixNode, group: int, block: int) -> None:
         """Remember that a block holds a node's content in a group; neither may have had the other."""
         node.blocks[group] = block
         self._place_of_block[block] = node, group
@@ -126,13 +126,13 @@ class PrefixCache:
         if self.watch is not None:
             self.watch.removed(node, group)
         parent: Parent = node
-        while isinstance(parent, Node) and self._is_useless(parent):
+        while isinstance(parent, PrefixNode) and self._is_useless(parent):
             del self._nodes[parent.key]
             parent = parent.key[0]
-            if isinstance(parent, Node):
+            if isinstance(parent, PrefixNode):
                 parent.num_children -= 1
 
-    def _is_useless(self, node: Node) -> bool:
+    def _is_useless(self, node: PrefixNode) -> bool:
         """Whether neither a node nor any node below it has a block. False for a node that is gone already (its last
         child may have been found through a sequence that still holds it)."""
         is_empty = node.num_children == 0 and all(block == NO_BLOCK for block in node.blocks)

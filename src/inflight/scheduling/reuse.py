@@ -11,7 +11,7 @@ from collections.abc import Sequence as SequenceOf
 
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Node, Root, make_key
+from inflight.scheduling.prefix_cache import PrefixNode, Root, make_key
 from inflight.scheduling.sequence import Sequence
 
 
@@ -64,10 +64,10 @@ class Reuse:
         if (source := self.fork_source(sequence, siblings)) is not None:
             self.fork(sequence, source)
 
-    def find(self, sequence: Sequence) -> list[Node]:
+    def find(self, sequence: Sequence) -> list[PrefixNode]:
         """The nodes that follow a sequence's known blocks, as far as every cache group still has what the tokens after
         them see. The sequence's last token is never among them."""
-        nodes: list[Node] = []
+        nodes: list[PrefixNode] = []
         if not self.enable_prefix_caching or sequence.computes_prompt:
             return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
@@ -81,7 +81,7 @@ class Reuse:
             is_whole = is_whole and NO_BLOCK not in node.blocks
         return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
 
-    def _num_usable(self, sequence: Sequence, nodes: SequenceOf[Node]) -> int:
+    def _num_usable(self, sequence: Sequence, nodes: SequenceOf[PrefixNode]) -> int:
         """How many of the nodes that follow a sequence's blocks can be taken over: after the last of them, every cache
         group must have all blocks that a query sees."""
         num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
@@ -122,7 +122,7 @@ class Reuse:
             for theirs, own in zip(source.block_tables, sequence.block_tables, strict=True):
                 self.copies.append((theirs[num_shared], own[num_shared]))
         parent, num_known = source.parent, source.num_known_blocks
-        while num_known > num_shared and isinstance(parent, Node):
+        while num_known > num_shared and isinstance(parent, PrefixNode):
             parent, num_known = parent.key[0], num_known - 1
         if num_known > sequence.num_known_blocks:
             sequence.parent, sequence.num_known_blocks = parent, num_known

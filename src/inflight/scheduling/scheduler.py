@@ -16,7 +16,7 @@ A sequence that gets a prefill span is not preempted in the same plan: victims a
 best first. So a later sequence can rely on blocks that an earlier one computes in the same step.
 
 Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
-then may go to guesses of what comes next (`Guessing`).
+then may go to draft tokens of what comes next (`Drafting`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -36,7 +36,7 @@ from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
 from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.guessing import Guessing, num_right_guesses
+from inflight.scheduling.draft_tokens import DraftPlanner, num_accepted_tokens
 from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
@@ -84,15 +84,15 @@ class Counters:
     Attributes:
         steps: that were planned.
         prompt_tokens: of all sequences that have had a slot, each counted once.
-        guesses, guessed_tokens, accepted_tokens: spans with guessed tokens, these tokens, and how many of them were
+        drafts, draft_tokens, accepted_tokens: spans with draft tokens, these tokens, and how many of them were
             right.
     """
 
     steps: int = 0
     preemptions: int = 0
     prompt_tokens: int = 0
-    guesses: int = 0
-    guessed_tokens: int = 0
+    drafts: int = 0
+    draft_tokens: int = 0
     accepted_tokens: int = 0
 
 
@@ -105,7 +105,7 @@ class Scheduler:
             served.
         enable_prefix_caching: whether blocks are found again by their content.
         can_share_prefixes: whether a sequence can go on from what another one has computed.
-        speculator: guesses tokens that may come next; None: nothing is guessed.
+        speculator: proposes draft tokens; None: no speculation.
         block_store: keeps blocks outside of the cache; None: there is no such store.
 
     Attributes:
@@ -137,15 +137,15 @@ class Scheduler:
         self.persistence = Persistence(store, block_pool, self.reuse.find)
         if store is not None:
             self.reuse.save = self.persistence.save
-        self._guessing: Guessing | None = None
+        self._draft_planner: DraftPlanner | None = None
         if speculator is not None:
-            self._guessing = Guessing(speculator, block_pool, limits.recompute_beyond)
+            self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
         self._num_scorable_tokens = limits.max_scored_tokens  # left in the step that is being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
     @classmethod
-    def of(
+    def from_config(
         cls,
         config: EngineConfig,
         num_blocks: int,
@@ -258,7 +258,9 @@ class Scheduler:
         if not lengths:
             return None
         num_groups = len(self.block_pool.layout.groups)
-        self._in_flight = make_plan(lengths, self._guess(lengths), self.sequences.slots, num_groups, self.reuse.copies)
+        self._in_flight = make_plan(
+            lengths, self._propose(lengths), self.sequences.slots, num_groups, self.reuse.copies
+        )
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
@@ -274,7 +276,7 @@ class Scheduler:
         The caller ends a sequence for which no token could be chosen with `finish`; otherwise it would wait for ever.
         Tokens of sequences that were finished or aborted while the step was in flight are dropped.
         """
-        self._land(plan)
+        self._release_step(plan)
         progress, beyond = [], self.limits.recompute_beyond
         for span, sampled in zip(plan.spans, tokens, strict=True):
             sequence = self.sequences.running.get(span.sequence_id)
@@ -282,7 +284,7 @@ class Scheduler:
                 continue
             new_token_ids = sequence.append(sampled)
             sequence.num_computed_tokens = span.end
-            if span.num_guessed:
+            if span.num_draft_tokens:
                 self._take_back_wrong(sequence, span, new_token_ids)
             sequence.num_scored_tokens += len(span.scored_ids)
             self.reuse.remember(sequence, sequence.num_computed_tokens)
@@ -300,12 +302,12 @@ class Scheduler:
     def discard(self) -> None:
         """Give up the step in flight, if there is one: nothing of it was computed, and its spans are owed as before."""
         if self._in_flight is not None:
-            self._land_failed(self._in_flight)
+            self._release_failed_step(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a step that went wrong with "error", and return them; the step leaves nothing
         behind."""
-        self._land_failed(plan)
+        self._release_failed_step(plan)
         running = (self.sequences.running.get(span.sequence_id) for span in plan.spans)
         failed = [sequence for sequence in running if sequence is not None]
         for sequence in failed:
@@ -326,7 +328,7 @@ class Scheduler:
 
     def abort(self, request_id: str) -> list[Sequence]:
         """End all unfinished sequences of a request with "abort", and return them; none if the request is unknown."""
-        sequences = self.sequences.of(request_id)
+        sequences = self.sequences.for_request(request_id)
         for sequence in sequences:
             self.finish(sequence.sequence_id, "abort")
         return sequences
@@ -436,28 +438,28 @@ class Scheduler:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned
 
-    def _guess(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
-        """The guesses that are computed together with what is planned; none without a speculator."""
-        if self._guessing is None:
+    def _propose(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
+        """The draft tokens that are computed together with what is planned; none without a speculator."""
+        if self._draft_planner is None:
             return {}
-        return self._guessing.guess(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
+        return self._draft_planner.propose(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
 
     def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
-        """Of a span's guesses, only those that came true count as computed."""
-        num_right = num_right_guesses(span, new_token_ids)
-        sequence.num_computed_tokens -= span.num_guessed - num_right
+        """Of a span's draft tokens, only those that came true count as computed."""
+        num_right = num_accepted_tokens(span, new_token_ids)
+        sequence.num_computed_tokens -= span.num_draft_tokens - num_right
         self.block_pool.shrink(sequence.block_tables, sequence.num_computed_tokens)
-        sequence.num_guessed_tokens += span.num_guessed
+        sequence.num_draft_tokens += span.num_draft_tokens
         sequence.num_accepted_tokens += num_right
-        self.count.guesses += 1
-        self.count.guessed_tokens += span.num_guessed
+        self.count.drafts += 1
+        self.count.draft_tokens += span.num_draft_tokens
         self.count.accepted_tokens += num_right
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         num_computed = sequence.num_computed_tokens
         # One more token is kept than will be seen, so that a sibling can go on from the last one of the prompt.
         if self.block_pool.lets_go:
-            self.block_pool.let_go(sequence.block_tables, max(0, num_computed - 1))
+            self.block_pool.release_before(sequence.block_tables, max(0, num_computed - 1))
         return self.block_pool.grow(sequence.block_tables, num_computed + length)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -484,7 +486,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------------------------------- releasing
 
-    def _land(self, plan: StepPlan) -> None:
+    def _release_step(self, plan: StepPlan) -> None:
         """The step in flight is over: release what was held for it."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
@@ -494,15 +496,15 @@ class Scheduler:
             self._give_back(sequence)
         self._released_at_commit.clear()
 
-    def _land_failed(self, plan: StepPlan) -> None:
+    def _release_failed_step(self, plan: StepPlan) -> None:
         """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
         told again, since the runner may not have got to it."""
-        self.sequences.slots.tell_again([each.slot for each in plan.assignments], plan.released_slots)
+        self.sequences.slots.undo([each.slot for each in plan.assignments], plan.released_slots)
         changed = self.reuse.step_failed()
-        self._land(plan)
+        self._release_step(plan)
         for span in plan.spans:
-            if span.num_guessed and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
-                self.block_pool.shrink(sequence.block_tables, span.end - span.num_guessed)
+            if span.num_draft_tokens and (sequence := self.sequences.running.get(span.sequence_id)) is not None:
+                self.block_pool.shrink(sequence.block_tables, span.end - span.num_draft_tokens)
         for sequence in changed:
             if sequence.slot is not None:
                 self.reuse.start_over(sequence)

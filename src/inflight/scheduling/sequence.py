@@ -65,7 +65,7 @@ class Sequence:
         parent: the prefix cache's node of the last of its `num_known_blocks`.
         num_known_blocks: how many of its first blocks can be found in the prefix cache.
         num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
-        num_guessed_tokens, num_accepted_tokens: tokens that were guessed and computed, and those that were right.
+        num_draft_tokens, num_accepted_tokens: draft tokens that were verified, and those that were accepted.
         num_scored_tokens: prompt tokens that need no log-probability any more. The first never needs one: no token
             comes before it.
     """
@@ -84,7 +84,7 @@ class Sequence:
     parent: Parent = field(default_factory=Root)
     num_known_blocks: int = 0
     num_cached_tokens: int = 0
-    num_guessed_tokens: int = 0
+    num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_scored_tokens: int = 1
 

@@ -102,7 +102,7 @@ class Slots:
         self._released.add(slot)
         self._told[slot] = NO_SEQUENCE
 
-    def is_news(self, slot: int, sequence_id: int) -> bool:
+    def is_new(self, slot: int, sequence_id: int) -> bool:
         """Whether no plan has told yet that the sequence has the slot. The plan that asks does."""
         if self._told[slot] == sequence_id:
             return False
@@ -115,7 +115,7 @@ class Slots:
         self._released.clear()
         return released
 
-    def tell_again(self, assigned: Iterable[int], released: Iterable[int]) -> None:
+    def undo(self, assigned: Iterable[int], released: Iterable[int]) -> None:
         """A plan that told of these slots was not carried out."""
         self._released.update(released)
         for slot in assigned:
@@ -183,6 +183,6 @@ class Sequences:
             if is_running and other.request is request and other.root == sequence.root:
                 yield other
 
-    def of(self, request_id: str) -> list[Sequence]:
+    def for_request(self, request_id: str) -> list[Sequence]:
         """A request's unfinished sequences; none if it is unknown."""
         return list(self.of_request.get(request_id, {}).values())

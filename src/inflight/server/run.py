@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from inflight.contracts.errors import EngineDeadError, ModelError
 from inflight.contracts.record import RecordTo
 from inflight.entrypoints.async_llm import AsyncLLM
-from inflight.host.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import freeze_loaded_objects
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView
@@ -27,7 +27,7 @@ from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.connections import allow_many_open_files, limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer, ModelReload
 from inflight.server.operations.settings import OperatorSettings
-from inflight.server.operations.stack import Operations, Surroundings
+from inflight.server.operations.stack import Operations, OperationsStack
 from inflight.server.serving.settings import ServerSettings
 
 logger = logging.getLogger("inflight.server")
@@ -93,7 +93,7 @@ def serve_until_told(
     async def start() -> None:
         await llm.start()
         gc.collect()
-        spare_what_stays()
+        freeze_loaded_objects()
         is_ready()
 
     try:
@@ -122,13 +122,13 @@ def serve_models_until_told(
         listener, tell_ready, environment_keys: see `serve_until_told`.
 
     Raises:
-        ValueError: an option is wrong, or see `Surroundings`.
+        ValueError: an option is wrong, or see `OperationsStack`.
     """
     page = None
     if operator_settings.ui:
         page = LivePage(lambda: surroundings.drain.is_draining, operator_settings.log_text)
     served = ServedModels(models, options, settings, page)
-    surroundings = Surroundings(operator_settings, served.metrics, served.abort_all, environment_keys)
+    surroundings = OperationsStack(operator_settings, served.metrics, served.abort_all, environment_keys)
     for name, observers in served.observers.items():
         observers += [surroundings.access_log, *surroundings.traces(name)]
     app = served.make_app()
@@ -142,7 +142,7 @@ def serve_models_until_told(
 
 def _run(
     app: FastAPI,
-    surroundings: Surroundings,
+    surroundings: OperationsStack,
     model_reload: ModelReload,
     listener: socket.socket,
     start: Callable[[], Awaitable[None]],

@@ -1,14 +1,14 @@
 """Plans capacity before it is bought: the real scheduler and block pool on a virtual clock. No model, no tensors."""
 
+from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.fitting import WatchedCost, fit_cost
-from inflight.simulate.guesses import GuessRate
 from inflight.simulate.replicas import simulate_replicas
 from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay
 from inflight.simulate.simulator import simulate
 from inflight.simulate.step_cost import StepCost
 
 __all__ = [
-    "GuessRate",
+    "AcceptanceRate",
     "Lengths",
     "SimulatedRequest",
     "StepCost",

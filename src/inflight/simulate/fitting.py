@@ -67,7 +67,7 @@ class WatchedCost:
     num_beyond: int = 0
 
     @classmethod
-    def of(cls, cost: StepCost, recordings: Sequence[Recording]) -> "WatchedCost":
+    def fit(cls, cost: StepCost, recordings: Sequence[Recording]) -> "WatchedCost":
         """Watch a cost that was fitted to these recordings."""
         loads = [load_of(step) for recording in recordings for step in recording.steps]
         return cls(cost, min(load.num_tokens for load in loads), StepLoad(*map(max, zip(*loads, strict=True))))
@@ -109,7 +109,9 @@ def timed_steps(steps: Iterable[StepRecord]) -> list[tuple[StepRecord, float]]:
 
 def load_of(step: StepRecord) -> StepLoad:
     """Return the load of a recorded step."""
-    return StepLoad.of((span.start, span.length, int(span.kind != "chunk") + span.num_guessed) for span in step.spans)
+    return StepLoad.from_spans(
+        (span.start, span.length, int(span.kind != "chunk") + span.num_draft_tokens) for span in step.spans
+    )
 
 
 def choose_knots(num_tokens: Sequence[int]) -> list[int]:

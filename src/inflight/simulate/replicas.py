@@ -11,9 +11,9 @@ from itertools import count
 
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
-from inflight.engine.replicas.router import ReplicaSize, Router, Sent
+from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
 from inflight.observe.run_report import RunReport
-from inflight.simulate.guesses import GuessRate
+from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.simulated_engine import SimulatedEngine
 from inflight.simulate.simulator import in_order, report_of
@@ -28,19 +28,19 @@ def simulate_replicas(
     routing: str,
     *,
     model: ModelInfo | None = None,
-    guesses: GuessRate | None = None,
+    acceptance_rate: AcceptanceRate | None = None,
 ) -> RunReport:
     """Run requests to their ends on a virtual clock that begins at 0, prefill beside decodes bounded as in a server.
 
     Args:
         requests: in order of arrival; taken one by one as the clock advances.
-        config, cost, model, guesses: those of each engine; see `SimulatedEngine`.
+        config, cost, model, acceptance_rate: those of each engine; see `SimulatedEngine`.
         routing: see `Router`.
 
     Raises:
         ValueError: a request could never fit the cache, or arrives earlier than the request before it.
     """
-    fleet = _Fleet(config, cost, num_replicas, routing, model, guesses)
+    fleet = _Fleet(config, cost, num_replicas, routing, model, acceptance_rate)
     began = None
     for request in in_order(requests):
         began = request.arrival if began is None else began
@@ -51,7 +51,7 @@ def simulate_replicas(
 
 
 @dataclass(order=True, slots=True)
-class _News:
+class _RouterEvent:
     """What the router learns at a time; in the order of the numbers, where times are equal."""
 
     time: float
@@ -70,14 +70,14 @@ class _Fleet:
         num_replicas: int,
         routing: str,
         model: ModelInfo | None,
-        guesses: GuessRate | None,
+        acceptance_rate: AcceptanceRate | None,
     ) -> None:
         self.engines = [
             SimulatedEngine(
                 config,
                 cost,
                 model,
-                guesses=guesses,
+                acceptance_rate=acceptance_rate,
                 limits_prefill=True,
                 on_first_token=partial(self._post, number, False),
                 on_end=partial(self._post, number, True),
@@ -89,9 +89,9 @@ class _Fleet:
         num_blocks = pool.num_blocks // len(pool.layout.groups) if shares else 0
         size = ReplicaSize(config.scheduling.max_num_seqs, num_blocks, config.kv_cache.block_size)
         self._router = Router(routing, num_replicas, size, config.seed)
-        self._news: list[_News] = []
+        self._news: list[_RouterEvent] = []
         self._numbers = count()
-        self._sent: dict[str, tuple[Sent, SimulatedRequest]] = {}
+        self._sent: dict[str, tuple[RoutedRequest, SimulatedRequest]] = {}
 
     def run_until(self, time: float) -> None:
         """Run all steps that begin before that time, and tell the router what it knows then."""
@@ -113,12 +113,12 @@ class _Fleet:
         engine.submit(request)
 
     def _post(self, number: int, is_end: bool, request_id: str) -> None:
-        heappush(self._news, _News(self.engines[number].clock, next(self._numbers), request_id, is_end))
+        heappush(self._news, _RouterEvent(self.engines[number].clock, next(self._numbers), request_id, is_end))
 
-    def _tell(self, news: _News) -> None:
-        sent, request = self._sent[news.request_id]
-        if news.is_end:
-            del self._sent[news.request_id]
-            self._router.end(sent, news.time, request.prompt_token_ids)
+    def _tell(self, event: _RouterEvent) -> None:
+        sent, request = self._sent[event.request_id]
+        if event.is_end:
+            del self._sent[event.request_id]
+            self._router.end(sent, event.time, request.prompt_token_ids)
         else:
-            self._router.begin(sent, news.time)
+            self._router.begin(sent, event.time)

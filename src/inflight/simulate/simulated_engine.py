@@ -4,7 +4,7 @@ takes.
 Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
 sequence gets exactly its given number of tokens. A generated token is its sequence's number, so that no two sequences
 generate the same text. Therefore a prompt that repeats an earlier answer does not find it in the prefix cache here.
-Guessed tokens are right by chance, as often as the caller says.
+Draft tokens are right by chance, as often as the caller says.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from inflight.engine.step_watch import StepWatch
 from inflight.observe.run_report import RunLog
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
-from inflight.simulate.guesses import GuessRate, SimulatedGuesser, generated_token
+from inflight.simulate.acceptance import AcceptanceRate, SimulatedDrafter, generated_token
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.step_cost import Cost, StepLoad
 from inflight.speculation import Speculation
@@ -54,7 +54,7 @@ class SimulatedEngine:
         model: says which keys and values of a sequence are kept and shared, and when it is recomputed; None: a model
             that keeps and shares everything.
         observer: called with each step's record, in virtual time.
-        guesses: how good guessed tokens are; None: nothing is guessed.
+        acceptance_rate: how many draft tokens are accepted; None: no speculation.
         limits_prefill: whether prefill beside decodes is bounded as in a server, unless `config` bounds it.
         on_first_token, on_end: called with a request's id, at `clock`, when the first of its sequences gets its first
             token, and when the last one has ended.
@@ -66,17 +66,17 @@ class SimulatedEngine:
         cost: Cost,
         model: ModelInfo | None = None,
         observer: Callable[[StepRecord], None] | None = None,
-        guesses: GuessRate | None = None,
+        acceptance_rate: AcceptanceRate | None = None,
         *,
         limits_prefill: bool = False,
         on_first_token: Callable[[str], None] = lambda _: None,
         on_end: Callable[[str], None] = lambda _: None,
     ) -> None:
         self.cost, self.observer = cost, observer
-        self._speculation = None if guesses is None else self._guessing(guesses, config)
+        self._speculation = None if acceptance_rate is None else self._speculate(acceptance_rate, config)
         groups = (ALL_TOKENS,) if model is None else model.cache_groups
         layout = CacheLayout(config.kv_cache.block_size, groups, config.scheduling.max_num_batched_tokens)
-        self.scheduler = Scheduler.of(
+        self.scheduler = Scheduler.from_config(
             config,
             enough_blocks(config, layout),
             None if model is None else model.recompute_beyond,
@@ -102,9 +102,9 @@ class SimulatedEngine:
         """Whether another step would do something."""
         return bool(self._expected)
 
-    def _guessing(self, rate: GuessRate, config: EngineConfig) -> Speculation:
-        """The engine's own decision how much is guessed. Guessing takes no time here."""
-        return Speculation(SimulatedGuesser(rate, config.seed), config.speculation.max_draft_tokens, clock=lambda: 0.0)
+    def _speculate(self, rate: AcceptanceRate, config: EngineConfig) -> Speculation:
+        """The engine's own choice of draft tokens. Drafting takes no time here."""
+        return Speculation(SimulatedDrafter(rate, config.seed), config.speculation.max_draft_tokens, clock=lambda: 0.0)
 
     def submit(self, request: SimulatedRequest) -> None:
         """Queue a request. Raises `ValueError` if it could never fit the cache."""
@@ -148,17 +148,17 @@ class SimulatedEngine:
             if sequence.finish_reason is not None:
                 self._finish(sequence)
         if self._speculation is not None:
-            num_guessed = sum(span.num_guessed for span in plan.spans)
+            num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - num_accepted
-            self.log.observe_guesses(num_guessed, num_accepted)
+            self.log.observe_draft_tokens(num_draft_tokens, num_accepted)
             num_sequences = sum(span.num_logit_rows > 0 for span in plan.spans)
-            self._speculation.observe(plan.num_tokens, seconds, num_guessed, num_accepted, num_sequences)
+            self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
         self.log.observe_step(len(plan.spans), self.pool.num_used, seconds)
         if self.observer is not None and planned is not None:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
 
         if self._prefill_limit is not None:
-            prefills = sum(length for span in plan.spans if (length := span.length - span.num_guessed) > 1)
+            prefills = sum(length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1)
             self._prefill_limit.observe(plan.num_tokens - prefills, prefills, seconds)
 
     def _tell_first_token(self, request_id: str) -> None:
@@ -193,16 +193,19 @@ def _sampled(span: Span) -> list[int]:
         return []
     token_id = generated_token(span.sequence_id)
     return [token_id] * (
-        1 + next((n for n, guess in enumerate(span.guessed_ids) if guess != token_id), span.num_guessed)
+        1
+        + next(
+            (n for n, draft_token in enumerate(span.draft_token_ids) if draft_token != token_id), span.num_draft_tokens
+        )
     )
 
 
 def load_of_plan(plan: StepPlan) -> StepLoad:
-    """Return the load of a planned step. (It inlines `StepLoad.of` for decodes, because it is called very often.)"""
+    """Return the load of a planned step. (Called very often, so it inlines `StepLoad.from_spans` for decodes.)"""
     decodes = [span.start for span in plan.spans if span.sequence_length == span.start + 1]
     others = [(s.start, len(s.token_ids), s.num_logit_rows) for s in plan.spans if s.sequence_length != s.start + 1]
     num_keys = sum(decodes) + len(decodes)
-    rest = StepLoad.of(others)
+    rest = StepLoad.from_spans(others)
     return StepLoad(
         rest.num_tokens + len(decodes),
         rest.num_logit_rows + len(decodes),

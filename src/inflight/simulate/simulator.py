@@ -10,7 +10,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import StepRecord
 from inflight.observe.run_report import RunReport
-from inflight.simulate.guesses import GuessRate
+from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest
 from inflight.simulate.simulated_engine import SimulatedEngine
 from inflight.simulate.step_cost import Cost
@@ -23,18 +23,18 @@ def simulate(
     *,
     model: ModelInfo | None = None,
     observer: Callable[[StepRecord], None] | None = None,
-    guesses: GuessRate | None = None,
+    acceptance_rate: AcceptanceRate | None = None,
 ) -> RunReport:
     """Run requests to their ends on a virtual clock that begins at 0.
 
     Args:
         requests: in order of arrival; taken one by one as the clock advances.
-        config, cost, model, observer, guesses: see `SimulatedEngine`.
+        config, cost, model, observer, acceptance_rate: see `SimulatedEngine`.
 
     Raises:
         ValueError: a request could never fit the cache, or arrives earlier than the request before it.
     """
-    return Simulation(requests, config, cost, model, observer, guesses).run()
+    return Simulation(requests, config, cost, model, observer, acceptance_rate).run()
 
 
 class Simulation:
@@ -47,9 +47,9 @@ class Simulation:
         cost: Cost,
         model: ModelInfo | None,
         observer: Callable[[StepRecord], None] | None,
-        guesses: GuessRate | None = None,
+        acceptance_rate: AcceptanceRate | None = None,
     ) -> None:
-        self.engine = SimulatedEngine(config, cost, model, observer, guesses)
+        self.engine = SimulatedEngine(config, cost, model, observer, acceptance_rate)
         submits_all = (
             config.scheduling.policy == "priority" or observer is not None
         )  # records contain the number waiting

@@ -31,7 +31,7 @@ class StepLoad(NamedTuple):
     num_attended_keys: int
 
     @classmethod
-    def of(cls, spans: Iterable[tuple[int, int, int]]) -> "StepLoad":
+    def from_spans(cls, spans: Iterable[tuple[int, int, int]]) -> "StepLoad":
         """Return the load of spans given as (start, length, rows of logits)."""
         num_tokens = num_logit_rows = num_context_tokens = num_attended_keys = 0
         for start, length, num_rows in spans:

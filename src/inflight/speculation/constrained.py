@@ -1,14 +1,14 @@
-"""`Constrained`: guesses for sequences that must follow a grammar.
+"""`Constrained`: draft tokens for sequences that must follow a grammar.
 
-Where only one text may come next, that text is guessed, in tokens as the tokenizer divides it; the model may still
-divide it otherwise. Elsewhere another guesser's tokens are taken, as far as the grammar allows them.
+Where only one text may come next, that text is drafted, in tokens as the tokenizer divides it; the model may still
+divide it otherwise. Elsewhere another drafter's tokens are taken, as far as the grammar allows them.
 """
 
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from inflight.contracts.speculation import Candidate
-from inflight.speculation.guesser import NOTHING, Guess, Guesser
+from inflight.speculation.drafter import NO_DRAFT, Drafter, DraftTokens
 
 MEMORY = 0.98
 """How much of what was seen counts after each new outcome."""
@@ -31,49 +31,49 @@ class Grammars(Protocol):
 
 
 class Constrained:
-    """Guesses for sequences with and without grammars; see `Guesser`.
+    """Drafts for sequences with and without grammars; see `Drafter`.
 
     Args:
         grammars: gives the grammars; None: no sequence has had one yet.
-        guesser: guesses where no grammar decides; None: nothing does.
+        drafter: drafts where no grammar decides; None: there is none.
     """
 
-    def __init__(self, grammars: Callable[[], Grammars | None], guesser: Guesser | None) -> None:
+    def __init__(self, grammars: Callable[[], Grammars | None], drafter: Drafter | None) -> None:
         self._grammars = grammars
-        self._guesser = guesser
-        self._forced: dict[int, tuple[int, list[int]]] = {}  # what was guessed last, and after how many tokens
+        self._drafter = drafter
+        self._forced: dict[int, tuple[int, list[int]]] = {}  # the last draft tokens, and after how many tokens
         self._num_right = self._num_tried = 1.0
 
-    def guess(self, candidate: Candidate) -> Guess:
-        """What the grammar leaves no choice about, else what another guesser finds and the grammar allows."""
+    def propose(self, candidate: Candidate) -> DraftTokens:
+        """What the grammar leaves no choice about, else what another drafter finds and the grammar allows."""
         grammars, sequence_id = self._grammars(), candidate.sequence_id
         if grammars is None or not grammars.follows(sequence_id):
             return self._ask(candidate)
         self._learn(candidate)
         output = candidate.token_ids[candidate.num_prompt_tokens :]
-        forced = grammars.forced(sequence_id, output)[: candidate.max_guessed_tokens]
+        forced = grammars.forced(sequence_id, output)[: candidate.max_draft_tokens]
         if forced:
             self._forced[sequence_id] = len(candidate.token_ids), forced
-            return Guess(forced, [self._num_right / self._num_tried] * len(forced))
+            return DraftTokens(forced, [self._num_right / self._num_tried] * len(forced))
         token_ids, chances = self._ask(candidate)
         num_allowed = grammars.num_allowed(sequence_id, output, token_ids)
-        return Guess(token_ids[:num_allowed], chances[:num_allowed])
+        return DraftTokens(token_ids[:num_allowed], chances[:num_allowed])
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         """Drop the sequences that have ended."""
         for sequence_id in [each for each in self._forced if not is_unfinished(each)]:
             del self._forced[sequence_id]
-        if self._guesser is not None:
-            self._guesser.keep_only(is_unfinished)
+        if self._drafter is not None:
+            self._drafter.keep_only(is_unfinished)
 
-    def _ask(self, candidate: Candidate) -> Guess:
-        return NOTHING if self._guesser is None else self._guesser.guess(candidate)
+    def _ask(self, candidate: Candidate) -> DraftTokens:
+        return NO_DRAFT if self._drafter is None else self._drafter.propose(candidate)
 
     def _learn(self, candidate: Candidate) -> None:
-        """See what became of the last guess."""
+        """Learn how many of the last draft tokens were right."""
         num_before, forced = self._forced.pop(candidate.sequence_id, (0, []))
-        for guessed, token_id in zip(forced, candidate.token_ids[num_before:], strict=False):
+        for proposed, token_id in zip(forced, candidate.token_ids[num_before:], strict=False):
             self._num_tried = self._num_tried * MEMORY + 1.0
-            self._num_right = self._num_right * MEMORY + (guessed == token_id)
-            if guessed != token_id:
+            self._num_right = self._num_right * MEMORY + (proposed == token_id)
+            if proposed != token_id:
                 break

@@ -5,7 +5,7 @@ cache group of the draft model). So it needs no bookkeeping of what a sequence h
 or evicted there is so here. Only what has been computed is known by content: for each place, a hash of all tokens up to
 the one whose keys and values lie there.
 
-Beyond the blocks that a sequence has, guesses go to spare blocks of its slot.
+Beyond the blocks that a sequence has, draft tokens go to spare blocks of its slot.
 """
 
 from array import array
@@ -25,19 +25,19 @@ class DraftLayout:
     Attributes:
         group: the model's cache group whose blocks these are: one that keeps all tokens.
         num_blocks: the model's blocks; each cache group of the draft model has more, see `num_draft_blocks`.
-        max_guessed_tokens: of a sequence in one step.
+        max_draft_tokens: of a sequence in one step.
     """
 
     group: int
     num_blocks: int
     block_size: int
     max_num_seqs: int
-    max_guessed_tokens: int
+    max_draft_tokens: int
 
     @property
     def num_spare_blocks(self) -> int:
-        """Blocks of each slot for guesses."""
-        return -(-self.max_guessed_tokens // self.block_size)
+        """Blocks of each slot for draft tokens."""
+        return -(-self.max_draft_tokens // self.block_size)
 
     @property
     def num_draft_blocks(self) -> int:

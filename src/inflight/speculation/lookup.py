@@ -1,9 +1,9 @@
 """`Lookup`: what followed the same tokens before: in the sequence itself, in what its caller predicts, or in recent
 outputs of others.
 
-Takes the longest suffix of a sequence that occurred earlier, and guesses that the same comes again (prompt lookup,
+Takes the longest suffix of a sequence that occurred earlier, and drafts what followed it (prompt lookup,
 Saxena, 2023; over other requests' outputs as in SuffixDecoding, Oliaro et al., 2024). How likely that is, it learns
-from every token that comes, by the length of the suffix, whether or not the guess was computed.
+from every token that comes, by the length of the suffix, whether or not the draft tokens were verified.
 """
 
 from bisect import bisect_right
@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from inflight.contracts.speculation import Candidate
-from inflight.speculation.guesser import NOTHING, Guess
+from inflight.speculation.drafter import NO_DRAFT, DraftTokens
 from inflight.speculation.suffix_automaton import Cursor, SuffixAutomaton
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
@@ -22,19 +22,19 @@ SEQUENCE_MEMORY = 0.9
 PRIOR_WEIGHT = 3.0
 """As how many outcomes of a sequence's own those of all sequences count."""
 LONGEST_TRIED = 32
-"""How many tokens of a guess are compared with what came."""
+"""How many draft tokens are compared with the tokens that came."""
 LEAST_CHANCE = 0.02
-"""A guess ends where it is less likely than this that all of it is right."""
+"""A draft ends where it is less likely than this that all of it is right."""
 MAX_RECENT_TOKENS = 1 << 16
 """How many tokens of recent outputs are kept for each salt, at least; at most twice as many."""
 MAX_SALTS = 16
 BEGINNING, END = -2, -3
-"""Stand around a predicted output. The first stands before what comes, too: so the one is the guess for the other from
+"""Stand around a predicted output. The first stands before what comes, too: so the one is drafted from the other from
 the start."""
 
 
-class Record:
-    """How often guesses were right, by the length of the suffix that they follow; old outcomes fade."""
+class SuffixOutcomes:
+    """How often draft tokens were right, by the length of the suffix that they follow; old outcomes fade."""
 
     def __init__(self, memory: float) -> None:
         self._memory = memory
@@ -42,29 +42,29 @@ class Record:
         self.num_tried = [0.0] * len(LENGTHS)
 
     def observe(self, length: int, is_right: bool) -> None:
-        """A token guessed after a suffix of this length was right, or not."""
+        """A draft token after a suffix of this length was right, or not."""
         kind = _kind(length)
         self.num_right[kind] = self.num_right[kind] * self._memory + is_right
         self.num_tried[kind] = self.num_tried[kind] * self._memory + 1.0
 
 
 @dataclass(slots=True)
-class Followed:
+class TrackedSequence:
     """A sequence, as far as it was looked at.
 
     Attributes:
         prediction: where its output is in what its caller predicts.
         cursors: where it is in what was kept of others' outputs.
-        guessed: what was guessed last, after its first `num_tokens` tokens and a suffix of length `length`.
+        proposed: the last draft tokens, after its first `num_tokens` tokens and a suffix of length `length`.
     """
 
     automaton: SuffixAutomaton
     cache_salt: str | None
     num_prompt_tokens: int
-    record: Record
+    record: SuffixOutcomes
     prediction: Cursor | None = None
     cursors: list[Cursor] = field(default_factory=list)
-    guessed: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
     length: int = 0
 
     @property
@@ -93,14 +93,14 @@ class RecentOutputs:
 
 
 class Lookup:
-    """Looks guesses up; see `Guesser`."""
+    """Looks draft tokens up; see `Drafter`."""
 
     def __init__(self) -> None:
-        self._followed: dict[int, Followed] = {}
+        self._followed: dict[int, TrackedSequence] = {}
         self._recent: dict[str | None, RecentOutputs] = {}
-        self._record = Record(MEMORY)
+        self._record = SuffixOutcomes(MEMORY)
 
-    def guess(self, candidate: Candidate) -> Guess:
+    def propose(self, candidate: Candidate) -> DraftTokens:
         """What followed the longest known suffix before."""
         followed = self._followed.get(candidate.sequence_id)
         if followed is None:
@@ -114,11 +114,11 @@ class Lookup:
                 automaton, length, end = cursor.automaton, other_length, other_end
         followed.length = length
         if length == 0:
-            followed.guessed = []
-            return NOTHING
-        followed.guessed = _continuation(automaton, end, candidate.max_guessed_tokens)
+            followed.proposed = []
+            return NO_DRAFT
+        followed.proposed = _continuation(automaton, end, candidate.max_draft_tokens)
         chances = self._chances(followed, length)
-        return Guess(followed.guessed[: len(chances)], chances)
+        return DraftTokens(followed.proposed[: len(chances)], chances)
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
         """Drop the sequences that have ended, and keep their outputs for others."""
@@ -130,25 +130,25 @@ class Lookup:
             if len(self._recent) > MAX_SALTS:
                 del self._recent[next(iter(self._recent))]
 
-    def _follow(self, candidate: Candidate) -> Followed:
-        followed = Followed(
+    def _follow(self, candidate: Candidate) -> TrackedSequence:
+        followed = TrackedSequence(
             SuffixAutomaton(),
             candidate.cache_salt,
             candidate.num_prompt_tokens,
-            Record(SEQUENCE_MEMORY),
+            SuffixOutcomes(SEQUENCE_MEMORY),
             _beginning_of(candidate.predicted_ids) if candidate.predicted_ids else None,
         )
         self._followed[candidate.sequence_id] = followed
         return followed
 
-    def _catch_up(self, followed: Followed, candidate: Candidate) -> None:
-        """Look at the tokens that have come since, and at what became of the last guess."""
+    def _catch_up(self, followed: TrackedSequence, candidate: Candidate) -> None:
+        """Look at the tokens that have come since, and compare the last draft tokens with them."""
         num_seen = followed.num_tokens
         new = candidate.token_ids[num_seen:]
-        for place, (guessed, token_id) in enumerate(zip(followed.guessed, new, strict=False)):
+        for place, (proposed, token_id) in enumerate(zip(followed.proposed, new, strict=False)):
             for record in (self._record, followed.record):
-                record.observe(followed.length + place, guessed == token_id)
-            if guessed != token_id or place == LONGEST_TRIED:
+                record.observe(followed.length + place, proposed == token_id)
+            if proposed != token_id or place == LONGEST_TRIED:
                 break
         recent = self._recent.get(candidate.cache_salt)
         automata = [] if recent is None else recent.automata
@@ -166,16 +166,16 @@ class Lookup:
             for token_id in new_for_cursors:
                 cursor.advance(token_id)
 
-    def _chances(self, followed: Followed, length: int) -> list[float]:
-        """How likely each token guessed after a suffix of this length is right, as long as it is worth knowing."""
+    def _chances(self, followed: TrackedSequence, length: int) -> list[float]:
+        """How likely each draft token after a suffix of this length is right, as long as it is worth knowing."""
         chances: list[float] = []
         every, own, all_right = self._record, followed.record, 1.0
         kind, first = _kind(length), length
-        while len(chances) < len(followed.guessed) and all_right >= LEAST_CHANCE:
+        while len(chances) < len(followed.proposed) and all_right >= LEAST_CHANCE:
             prior = (every.num_right[kind] + 0.5) / (every.num_tried[kind] + 1.0)
             chance = (own.num_right[kind] + PRIOR_WEIGHT * prior) / (own.num_tried[kind] + PRIOR_WEIGHT)
-            end = LENGTHS[kind + 1] if kind + 1 < len(LENGTHS) else first + len(followed.guessed)
-            for _ in range(min(end - first, len(followed.guessed) - len(chances))):
+            end = LENGTHS[kind + 1] if kind + 1 < len(LENGTHS) else first + len(followed.proposed)
+            for _ in range(min(end - first, len(followed.proposed) - len(chances))):
                 chances.append(chance)
                 all_right *= chance
                 if all_right < LEAST_CHANCE:

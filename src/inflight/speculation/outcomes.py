@@ -1,8 +1,8 @@
-"""`Outcomes`: how often guesses of one kind were right."""
+"""`Outcomes`: how often draft tokens of one kind were right."""
 
 
 class Outcomes:
-    """A running share of right guesses.
+    """A running share of accepted draft tokens.
 
     Args:
         memory: how much of what was seen counts after each new outcome.
@@ -13,12 +13,12 @@ class Outcomes:
         self._num_right = self._num_tried = 0.0
 
     def observe(self, is_right: bool) -> None:
-        """A guess was right, or not."""
+        """A draft token was right, or not."""
         self._num_right = self._num_right * self._memory + is_right
         self._num_tried = self._num_tried * self._memory + 1.0
 
     def chance(self, prior: float, weight: float) -> float:
-        """How likely the next guess is right, if `prior`, what is known otherwise, counts as `weight` outcomes."""
+        """The chance that the next draft token is right; `prior`, known otherwise, counts as `weight` outcomes."""
         return (self._num_right + prior * weight) / (self._num_tried + weight)
 
     def fade(self, share: float) -> None:

@@ -57,31 +57,31 @@ class Collector:
         self._num_unfinished = params.n
         self._seen = [NOTHING_YET] * params.n  # the latest news of each sequence
 
-    def take_in(self, news: SequenceOutput) -> TextDelta:
+    def take_in(self, output: SequenceOutput) -> TextDelta:
         """Add one step's output of one sequence; return what is new for the reader."""
-        completion = self.output.outputs[news.index]
-        completion.token_ids += news.new_token_ids
-        logprobs, prompt_logprobs = self._take_in_scores(news)
+        completion = self.output.outputs[output.index]
+        completion.token_ids += output.new_token_ids
+        logprobs, prompt_logprobs = self._take_in_scores(output)
         delta = ""
         if self._texts:
-            text = self._texts[news.index]
-            delta = text.take_in(news.new_token_ids, news.finish_reason, news.stop_reason)
-            if news.finish_reason is not None:
+            text = self._texts[output.index]
+            delta = text.take_in(output.new_token_ids, output.finish_reason, output.stop_reason)
+            if output.finish_reason is not None:
                 completion.text = text.text
-        completion.finish_reason, completion.stop_reason = news.finish_reason, news.stop_reason
-        self.output.error = self.output.error or news.error
-        self._num_unfinished -= news.finish_reason is not None
+        completion.finish_reason, completion.stop_reason = output.finish_reason, output.stop_reason
+        self.output.error = self.output.error or output.error
+        self._num_unfinished -= output.finish_reason is not None
         self.output.finished = self._num_unfinished == 0
-        self._measure(news)
+        self._measure(output)
         return TextDelta(
             prompt_index=self._prompt_index,
-            index=news.index,
+            index=output.index,
             text=delta,
-            token_ids=news.new_token_ids,
+            token_ids=output.new_token_ids,
             logprobs=logprobs,
             prompt_logprobs=prompt_logprobs,
-            finish_reason=news.finish_reason,
-            stop_reason=news.stop_reason,
+            finish_reason=output.finish_reason,
+            stop_reason=output.stop_reason,
             output=self.output if self.output.finished else None,
         )
 
@@ -99,21 +99,21 @@ class Collector:
         return replace(self.output, outputs=outputs, metrics=replace(self.output.metrics))
 
     def _take_in_scores(
-        self, news: SequenceOutput
+        self, output: SequenceOutput
     ) -> tuple[list[TokenLogprobs] | None, list[TokenLogprobs | None] | None]:
         """Add log-probabilities; return those of the new tokens, and those of the prompt once they have arrived."""
-        completion, logprobs, prompt_logprobs = self.output.outputs[news.index], None, None
+        completion, logprobs, prompt_logprobs = self.output.outputs[output.index], None, None
         prompt_ids = self.output.prompt_token_ids[1:]
-        prompt_scores = news.prompt_scores if prompt_ids else []
+        prompt_scores = output.prompt_scores if prompt_ids else []
         if self._wants_prompt_logprobs and prompt_scores is not None and self.output.prompt_logprobs is None:
             of_tokens = [self._logprobs(*each) for each in zip(prompt_ids, prompt_scores, strict=True)]
             prompt_logprobs = self.output.prompt_logprobs = [None, *of_tokens]
-        if news.scores is not None:
-            logprobs = [self._logprobs(*each) for each in zip(news.new_token_ids, news.scores, strict=True)]
+        if output.scores is not None:
+            logprobs = [self._logprobs(*each) for each in zip(output.new_token_ids, output.scores, strict=True)]
             assert completion.logprobs is not None
             assert completion.cumulative_logprob is not None
             completion.logprobs += logprobs
-            for score in news.scores:  # one by one, so that it does not depend on how many tokens a step gave
+            for score in output.scores:  # one by one, so that it does not depend on how many tokens a step gave
                 completion.cumulative_logprob += score.logprob
         return logprobs, prompt_logprobs
 
@@ -128,18 +128,18 @@ class Collector:
     def _decoded(self, token_id: int) -> str | None:
         return None if self._tokenizer is None else self._tokenizer.text_of(token_id)
 
-    def _measure(self, news: SequenceOutput) -> None:
+    def _measure(self, output: SequenceOutput) -> None:
         metrics, now = self.output.metrics, time.monotonic()
         if metrics.first_scheduled_time is None:
-            metrics.first_scheduled_time = news.first_scheduled_time
-        if news.new_token_ids:
+            metrics.first_scheduled_time = output.first_scheduled_time
+        if output.new_token_ids:
             metrics.first_token_time = metrics.first_token_time or now
             metrics.last_token_time = now
         if self.output.finished:
             metrics.finished_time = now
-        before, self._seen[news.index] = self._seen[news.index], news
-        metrics.num_preemptions += news.num_preemptions - before.num_preemptions
-        metrics.num_guessed_tokens += news.num_guessed_tokens - before.num_guessed_tokens
-        metrics.num_accepted_tokens += news.num_accepted_tokens - before.num_accepted_tokens
-        if news.index == 0:
-            metrics.num_cached_tokens = news.num_cached_tokens
+        before, self._seen[output.index] = self._seen[output.index], output
+        metrics.num_preemptions += output.num_preemptions - before.num_preemptions
+        metrics.num_draft_tokens += output.num_draft_tokens - before.num_draft_tokens
+        metrics.num_accepted_tokens += output.num_accepted_tokens - before.num_accepted_tokens
+        if output.index == 0:
+            metrics.num_cached_tokens = output.num_cached_tokens

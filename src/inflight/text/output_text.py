@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.params import SamplingParams
-from inflight.contracts.structured_output import Thoughts
+from inflight.contracts.structured_output import Reasoning
 from inflight.text.detokenizer import IncrementalDetokenizer
+from inflight.text.reasoning_text import ReasoningText
 from inflight.text.stop_strings import StopStrings
-from inflight.text.thoughts_text import ThoughtsText
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -22,7 +22,7 @@ class OutputText:
     """Joins an incremental detokenizer and stop strings for one sequence.
 
     The output does not depend on how its tokens are split into appends. Stop strings are searched only in the text of
-    tokens after the first `min_tokens`, and behind thoughts. Raises ValueError for an empty stop string.
+    tokens after the first `min_tokens`, and behind reasoning. Raises ValueError for an empty stop string.
 
     Attributes:
         stop_reason: the stop string that has ended the text, if any.
@@ -39,11 +39,11 @@ class OutputText:
         include_stop_str_in_output: bool = False,
         skip_special_tokens: bool = True,
         min_tokens: int = 0,
-        thoughts: Thoughts | None = None,
+        reasoning: Reasoning | None = None,
     ) -> None:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens)
         self._stop_strings = StopStrings(stop, include_stop_str_in_output) if stop else None
-        self._thoughts_text = ThoughtsText(thoughts) if stop and thoughts is not None else None
+        self._reasoning_text = ReasoningText(reasoning) if stop and reasoning is not None else None
         self._min_tokens = min_tokens
         self._pieces: list[str] = []
         self.num_tokens_until_stop = 0
@@ -59,7 +59,7 @@ class OutputText:
             include_stop_str_in_output=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
             min_tokens=params.min_tokens,
-            thoughts=params.thoughts,
+            reasoning=params.reasoning,
         )
 
     @property
@@ -102,13 +102,13 @@ class OutputText:
         return self._show(delta)
 
     def _watch(self, stop_strings: StopStrings, delta: str, *, is_last: bool = False) -> str:
-        thought = ""
-        if self._thoughts_text is not None:
-            thought, delta = self._thoughts_text.feed(delta, is_last=is_last)
+        reasoning = ""
+        if self._reasoning_text is not None:
+            reasoning, delta = self._reasoning_text.feed(delta, is_last=is_last)
         if self.num_tokens_until_stop <= self._min_tokens:
-            return thought + delta
+            return reasoning + delta
         safe, self.stop_reason = stop_strings.feed(delta)
-        return thought + safe
+        return reasoning + safe
 
     def _show(self, delta: str) -> str:
         if delta:

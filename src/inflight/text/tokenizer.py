@@ -67,7 +67,7 @@ class Tokenizer:
             return []
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
         try:
-            _, answer, behind = self.write_chat(messages, add_generation_prompt=False).rpartition(ANSWER)
+            _, answer, behind = self.render_chat(messages, add_generation_prompt=False).rpartition(ANSWER)
         except InvalidRequestError:
             return []
         token_ids, added = self.encode(behind, add_special_tokens=False), self.inner.added_tokens_decoder
@@ -124,10 +124,10 @@ class Tokenizer:
         return [token_ids for token_ids in dict.fromkeys(spelled) if token_ids]
 
     def chat(self, messages: list[dict[str, Any]], **options: Any) -> list[int]:
-        """Return the token ids of a chat that `write_chat` writes with these options."""
-        return self.encode(self.write_chat(messages, **options), add_special_tokens=False)
+        """Return the token ids of a chat that `render_chat` writes with these options."""
+        return self.encode(self.render_chat(messages, **options), add_special_tokens=False)
 
-    def write_chat(
+    def render_chat(
         self,
         messages: list[dict[str, Any]],
         *,

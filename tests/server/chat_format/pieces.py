@@ -1,13 +1,13 @@
-"""What a reader reports, as plain values: text, thoughts, and pieces of calls."""
+"""What a reader reports, as plain values: text, reasoning, and pieces of calls."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from inflight.server.chat_format.blocks import Blocks, CallBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Blocks, CallBlock, ReasoningBlock
 
 
 @dataclass(frozen=True)
-class Thought:
+class Reasoning:
     text: str
 
 
@@ -21,7 +21,7 @@ class CallDelta:
     name: str | None = None
 
 
-Piece = str | Thought | CallDelta
+Piece = str | Reasoning | CallDelta
 
 
 def fed(reader: Blocks, text: str, *, is_last: bool = False) -> list[Piece]:
@@ -32,7 +32,7 @@ def fed(reader: Blocks, text: str, *, is_last: bool = False) -> list[Piece]:
             head = (block.call_id, block.name) if is_new else (None, None)
             pieces.append(CallDelta(reader.num_calls_before(number), added, *head))
         elif added:
-            pieces.append(Thought(added) if isinstance(block, ThoughtBlock) else added)
+            pieces.append(Reasoning(added) if isinstance(block, ReasoningBlock) else added)
     return pieces
 
 

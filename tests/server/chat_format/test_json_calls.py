@@ -13,7 +13,7 @@ from inflight.server.chat_format import families
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, new_call_id
 from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, THINKING, CallFormat, call_format_of, head_of
 from inflight.server.chat_format.template_reader import TemplateReader
-from tests.server.chat_format.pieces import CallDelta, Piece, Thought, fed, read_all
+from tests.server.chat_format.pieces import CallDelta, Piece, Reasoning, fed, read_all
 from tests.server.chat_format.scripted import cut
 
 HERMES, LLAMA3, MISTRAL = CALL_FORMATS.values()
@@ -282,7 +282,7 @@ def test_text_cut_off_inside_arguments_is_a_call_if_it_was_guaranteed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("call_format", "text", "thoughts", "content", "calls"),
+    ("call_format", "text", "reasoning", "content", "calls"),
     [
         (HERMES, f"<think>plan{HERMES_CALL}", "plan", "", [ROME]),
         (HERMES, f"<think>plan <tool_call>? {HERMES_CALL}\n{HERMES_CALL}", "plan <tool_call>?", "", [ROME, ROME]),
@@ -294,15 +294,15 @@ def test_text_cut_off_inside_arguments_is_a_call_if_it_was_guaranteed() -> None:
         (LLAMA3, f"<think>plan<|python_tag|>{LLAMA_CALL}", "plan", "", [ROME]),
     ],
 )
-def test_calls_behind_and_within_thoughts(
-    call_format: CallFormat, text: str, thoughts: str, content: str, calls: Calls
+def test_calls_behind_and_within_reasoning(
+    call_format: CallFormat, text: str, reasoning: str, content: str, calls: Calls
 ) -> None:
     template = AnswerTemplate(THINKING.template, THINKING).with_calls(call_format)
     for deltas in ([text], list(text)):
         reader = template.reader("", TOOLS, NAMES)
         pieces = read_all(reader, deltas)
-        assert "".join(piece.text for piece in pieces if isinstance(piece, Thought)) == thoughts
-        assert put_together(piece for piece in pieces if not isinstance(piece, Thought)) == (content, calls)
+        assert "".join(piece.text for piece in pieces if isinstance(piece, Reasoning)) == reasoning
+        assert put_together(piece for piece in pieces if not isinstance(piece, Reasoning)) == (content, calls)
 
 
 def test_only_the_first_call_is_reported_without_parallel_calls() -> None:

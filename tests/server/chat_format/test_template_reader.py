@@ -1,4 +1,4 @@
-"""Answers in the notations that families of models publish are divided into thoughts, content and calls.
+"""Answers in the notations that families of models publish are divided into reasoning, content and calls.
 
 The texts are written after the families' own documents and chat templates. However a text is cut, the pieces are the
 same.
@@ -19,7 +19,7 @@ from inflight.server.chat_format.answer_template import AnswerTemplate, answer_t
 from inflight.server.chat_format.families import Family, family_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
-from tests.server.chat_format.pieces import CallDelta, Piece, Thought, fed, read_all
+from tests.server.chat_format.pieces import CallDelta, Piece, Reasoning, fed, read_all
 from tests.text.tokenizers_for_tests import byte_level
 
 TOOLS = [
@@ -42,7 +42,7 @@ Call = tuple[str, Any]
 
 @dataclass(frozen=True)
 class Recorded:
-    """An answer and what is in it: thoughts, contents and calls in order; a call is its name and its arguments."""
+    """An answer and what is in it: reasoning, contents and calls in order; a call is its name and its arguments."""
 
     family: Family
     prompt: str
@@ -50,7 +50,7 @@ class Recorded:
     parts: tuple[Any, ...]
 
 
-T = Thought
+T = Reasoning
 PARIS, ROME = ("get_weather", {"city": "Paris", "days": 2}), ("get_weather", {"city": "Rome"})
 RECORDED = {
     "gpt-oss: a call": Recorded(
@@ -67,7 +67,7 @@ RECORDED = {
         '<|message|>{"city":"Rome"}<|call|>',
         (T("A."), ("get-time.v2", {"city": "Rome"})),
     ),
-    "gpt-oss: a preamble, and a thought in two parts": Recorded(
+    "gpt-oss: a preamble, and reasoning in two parts": Recorded(
         families.HARMONY,
         "<|start|>assistant",
         "<|channel|>analysis<|message|>First.<|end|><|start|>assistant<|channel|>analysis<|message|>Second.<|end|>"
@@ -126,13 +126,13 @@ RECORDED = {
         "Two\n\nparagraphs, <b>.",
         ("Two\n\nparagraphs, <b>.",),
     ),
-    "qwen3: the prompt has begun the thought": Recorded(
+    "qwen3: the prompt has begun the reasoning": Recorded(
         families.HERMES,
         "<|im_start|>assistant\n<think>\n",
         "Hm.\n</think>\n\nHello.",
         (T("Hm."), "Hello."),
     ),
-    "qwen3: cut off in a thought": Recorded(
+    "qwen3: cut off in reasoning": Recorded(
         families.HERMES, "<|im_start|>assistant\n", "<think>\nHm, I", (T("Hm, I"),)
     ),
     "hermes 2 pro": Recorded(
@@ -276,19 +276,19 @@ HARD = {
         bare('{ my-key:1, my.key : [2],\nmy key:<|"|>a<tool_call|>b<|"|>}'),
         (("write", {"my-key": 1, "my.key": [2], "my key": "a<tool_call|>b"}),),
     ),
-    "a call in a thought": Recorded(
+    "a call in reasoning": Recorded(
         families.HERMES, CHATML, f"<think>\nplan <tool_call>? {in_json('a')}", (T("plan <tool_call>?"), writing("a"))
     ),
-    "two calls in a thought that the prompt has begun": Recorded(
+    "two calls in reasoning that the prompt has begun": Recorded(
         families.QWEN_XML,
         f"{CHATML}<think>\n",
         f"plan\n{xml('a')}\n{xml('b')}",
         (T("plan"), writing("a"), writing("b")),
     ),
-    "a call in a thought that is closed": Recorded(
+    "a call in reasoning that is closed": Recorded(
         families.HERMES, CHATML, f"<think>plan {in_json('a')}</think>b", (T(f"plan {in_json('a')}"), "b")
     ),
-    "half a call in a thought": Recorded(
+    "half a call in reasoning": Recorded(
         families.HERMES, CHATML, '<think>plan <tool_call>{"na', (T('plan <tool_call>{"na'),)
     ),
 }
@@ -310,8 +310,8 @@ def parts_of(pieces: list[Piece]) -> tuple[Any, ...]:
             if piece.name is not None:
                 parts.append([piece.name, ""])
             parts[-1][1] += piece.arguments
-        elif isinstance(piece, Thought) and isinstance(last, Thought):
-            parts[-1] = Thought(last.text + piece.text)
+        elif isinstance(piece, Reasoning) and isinstance(last, Reasoning):
+            parts[-1] = Reasoning(last.text + piece.text)
         elif isinstance(piece, str) and isinstance(last, str):
             parts[-1] = last + piece
         else:
@@ -330,7 +330,7 @@ def test_answers_are_divided_however_they_are_cut(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, each in RECORDED.items() if name != "qwen3-coder: cut off"])
-def test_the_library_reads_the_same_calls_and_thoughts(name: str) -> None:
+def test_the_library_reads_the_same_calls_and_reasoning(name: str) -> None:
     recorded = RECORDED[name]
     try:
         message = parse_response(recorded.text, dict(recorded.family.template), prefix=recorded.prompt, tools=TOOLS)
@@ -339,15 +339,15 @@ def test_the_library_reads_the_same_calls_and_thoughts(name: str) -> None:
         return
     calls = [(each["function"]["name"], each["function"]["arguments"]) for each in message.get("tool_calls", [])]
     assert calls == [part for part in recorded.parts if isinstance(part, tuple)]
-    thoughts = [part.text for part in recorded.parts if isinstance(part, Thought)]
-    assert (message.get("reasoning_content") or "") == "".join(thoughts)
+    reasoning = [part.text for part in recorded.parts if isinstance(part, Reasoning)]
+    assert (message.get("reasoning_content") or "") == "".join(reasoning)
 
 
-def test_thoughts_and_content_are_given_as_they_come() -> None:
+def test_reasoning_and_content_are_given_as_they_come() -> None:
     recorded = RECORDED["qwen3"]
     reader = AnswerTemplate(recorded.family.template, recorded.family).reader(recorded.prompt, TOOLS, NAMES)
-    assert fed(reader, "<think>\nPar") == [Thought("Par")]
-    assert fed(reader, "is") == [Thought("is")]
+    assert fed(reader, "<think>\nPar") == [Reasoning("Par")]
+    assert fed(reader, "is") == [Reasoning("is")]
     assert fed(reader, "</thi") == []
     assert fed(reader, "nk>\n\nSu") == ["Su"]
     assert fed(reader, "re.\n") == ["re."]
@@ -388,13 +388,13 @@ def test_the_family_is_recognised_from_the_chat_template(template: str, family: 
     assert family_of(template) is family
 
 
-def test_models_of_a_family_that_do_not_think_have_no_thoughts() -> None:
+def test_models_of_a_family_that_do_not_think_have_no_reasoning() -> None:
     tokenizer = byte_level()
     thinking = answer_template_of(tokenizer, "<tool_call> {{ '<think>' }}")
     plain = answer_template_of(tokenizer, "<tool_call>")
     assert thinking is not None
     assert plain is not None
-    assert (thinking.has_thoughts, plain.has_thoughts) == (True, False)
+    assert (thinking.has_reasoning, plain.has_reasoning) == (True, False)
 
 
 def own(template: Any) -> Tokenizer:
@@ -412,7 +412,7 @@ def test_the_tokenizers_own_template_counts_before_the_familys() -> None:
     known = answer_template_of(own(template), "{{ messages }}")
     assert known is not None
     reader = known.reader("A:((", None, ())
-    assert parts_of(read_all(reader, ["hm)) yes!"])) == (Thought("hm"), "yes!")
+    assert parts_of(read_all(reader, ["hm)) yes!"])) == (Reasoning("hm"), "yes!")
     assert answer_template_of(own(template), "the request's own") is None
 
 
@@ -509,8 +509,8 @@ def test_marks_that_are_special_tokens_are_found() -> None:
 )
 def test_where_the_prompt_ends(family: Family, prompt: str, is_begun: bool, empty: str | None) -> None:
     template = AnswerTemplate(family.template, family)
-    assert template.begins_with_a_thought(prompt) == is_begun
-    assert template.empty_thought(prompt) == empty
+    assert template.begins_in_reasoning(prompt) == is_begun
+    assert template.empty_reasoning(prompt) == empty
 
 
 # ------------------------------------------------------------------------------------- prompts that have begun

@@ -24,7 +24,7 @@ from inflight.server.models.loading import LivePage
 from inflight.server.models.served import ServedModels
 from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.settings import OperatorSettings
-from inflight.server.operations.stack import Surroundings
+from inflight.server.operations.stack import OperationsStack
 from inflight.server.serving.settings import ServerSettings
 from tests import zoo
 
@@ -85,7 +85,9 @@ class RunningModels:
             ServerSettings(keep_alive_interval=0.05, **settings or {}),
             LivePage(lambda: self._server.should_exit, shows_texts=False) if has_page else None,
         )
-        self.surroundings = Surroundings(OperatorSettings(**operator or {}), self.served.metrics, self.served.abort_all)
+        self.surroundings = OperationsStack(
+            OperatorSettings(**operator or {}), self.served.metrics, self.served.abort_all
+        )
         for observers in self.served.observers.values():
             observers.append(self.surroundings.access_log)
         self.app = self.served.make_app()

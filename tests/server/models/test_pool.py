@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from inflight.contracts.errors import ModelError
+from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.pool import ModelPool, UnavailableError
-from inflight.server.models.roster import Roster
 from tests.coroutines import run
 
 
@@ -59,9 +59,9 @@ class Things:
         for event in (*self.may_load.values(), *self.may_end.values()):
             event.set()
         limits = {"max_loaded": len(names)} | limits
-        roster = Roster(dict.fromkeys(names, 1), **limits)
+        scheduler = LoadScheduler(dict.fromkeys(names, 1), **limits)
         self.pool: ModelPool[Thing] = ModelPool(
-            {name: self._load_of(name) for name in names}, roster, self.clock.time, self.clock.call_later
+            {name: self._load_of(name) for name in names}, scheduler, self.clock.time, self.clock.call_later
         )
 
     def _load_of(self, name: str) -> Any:

@@ -21,9 +21,9 @@ from inflight.batches.batch import Batch
 from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.contracts.record import STEP_SIZES, EngineStats
 from inflight.engine.engine import Engine
+from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.metrics import Loads
 from inflight.server.models.pool import ModelPool
-from inflight.server.models.roster import Roster
 from inflight.server.operations import metrics as metrics_module
 from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.metrics import Metrics
@@ -459,7 +459,7 @@ def test_the_manual_lists_exactly_the_exported_metrics() -> None:
         metrics.engines.describe_cache(INFO, 2)
         metrics.describe_adapters(64)
         text = (await metrics.scrape()).decode()
-        several = generate_latest(Loads(ModelPool({}, Roster({}, 1)))).decode()
+        several = generate_latest(Loads(ModelPool({}, LoadScheduler({}, 1)))).decode()
         families = list(text_string_to_metric_families(text + several))
         names = {each.name + ("_total" if each.type == "counter" else "") for each in families}
         ours = {name for name in names if not name.endswith("_created") and not name.startswith("process_")}

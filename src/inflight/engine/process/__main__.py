@@ -14,7 +14,11 @@ from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
 from inflight.engine.ranks.local_ranks import start_early
-from inflight.host.garbage_collection import end_without_garbage_collection, garbage_collection_paused, spare_what_stays
+from inflight.host.garbage_collection import (
+    exit_without_garbage_collection,
+    freeze_loaded_objects,
+    garbage_collection_paused,
+)
 from inflight.host.lean_imports import import_leanly
 from inflight.host.python_process import take_over_standard_streams
 
@@ -52,7 +56,7 @@ def main() -> int:
         if asked.weights_file is not None:
             share_through(asked.weights_file)
         engine = Engine(asked.model, asked.config, load_tokenizer(asked.model, asked.tokenizer, asked.config))
-        spare_what_stays()
+        freeze_loaded_objects()
         return engine
 
     def send(event: Event) -> None:
@@ -65,7 +69,7 @@ def main() -> int:
     try:
         return 0 if serve(load, commands, send, asked.watching) else 1
     finally:
-        end_without_garbage_collection()
+        exit_without_garbage_collection()
 
 
 def _listen(incoming: BinaryIO, commands: Commands, seconds_to_save: float | None) -> None:

@@ -125,7 +125,7 @@ class _Loop:
                 for command in self._arrived():
                     if command is None:
                         return
-                    self._obey(command)
+                    self._execute(command)
                 self._tell(self.engine.step())
                 self._tell_watchers()
         finally:
@@ -140,13 +140,13 @@ class _Loop:
         except queue.Empty:
             return
 
-    def _obey(self, command: Command | Callable[[], None]) -> None:
+    def _execute(self, command: Command | Callable[[], None]) -> None:
         match command:
             case Generate():
                 self._try_to(command.request_id, lambda: self._take_in(command))
             case GenerateMany():
                 for each in command.requests:
-                    self._obey(each)
+                    self._execute(each)
             case Abort():
                 self._compiling.discard(command.request_id)
                 self._tell(self.engine.abort(command.request_id))

@@ -292,23 +292,23 @@ class Session:
         if self._watchdog is not None:
             self._watchdog.stop()
 
-    def _post(self, letters: Iterable[tuple[str, object]]) -> None:
-        """Put letters into the mailboxes with their addresses, and skip mailboxes that were closed."""
+    def _post(self, messages: Iterable[tuple[str, object]]) -> None:
+        """Put messages into the mailboxes with their addresses, and skip mailboxes that were closed."""
         of_loop: dict[asyncio.AbstractEventLoop, Mail] = {}
         of_function: dict[Callable[[Mail], None], Mail] = {}
-        for address, letter in letters:
+        for address, message in messages:
             mailbox = self._mailboxes.get(address)
             if isinstance(mailbox, DirectMailbox):
-                of_function.setdefault(mailbox.take, []).append((mailbox, letter))
+                of_function.setdefault(mailbox.take, []).append((mailbox, message))
             elif mailbox is not None:
-                of_loop.setdefault(mailbox.loop, []).append((mailbox, letter))
+                of_loop.setdefault(mailbox.loop, []).append((mailbox, message))
         for take, mail in of_function.items():
             take(mail)
         for loop, mail in of_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, mail)
             except RuntimeError:  # the loop was closed, and with it all of its readers
-                for address in {mailbox.address for mailbox, _ in mail}:  # one may have several letters
+                for address in {mailbox.address for mailbox, _ in mail}:  # one may have several messages
                     self.send(Abort(address))
                     self._close(address)
 
@@ -325,8 +325,8 @@ class Session:
 
 
 def _put_all(mail: Mail) -> None:
-    for mailbox, letter in mail:
-        mailbox.put(letter)
+    for mailbox, message in mail:
+        mailbox.put(message)
 
 
 def _described(ready: Ready) -> str:

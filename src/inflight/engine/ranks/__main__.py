@@ -5,8 +5,8 @@ import sys
 import threading
 
 from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import Part
-from inflight.host.garbage_collection import end_without_garbage_collection, garbage_collection_paused
+from inflight.engine.ranks.messages import LoadShard
+from inflight.host.garbage_collection import exit_without_garbage_collection, garbage_collection_paused
 from inflight.host.python_process import take_over_standard_streams
 
 
@@ -15,7 +15,7 @@ def main() -> int:
     with garbage_collection_paused():  # this takes long, and what to load may not be known yet
         from inflight.engine.ranks.following import follow
     part = link.receive()
-    if not isinstance(part, Part):
+    if not isinstance(part, LoadShard):
         return 0
     place = part.place
     os.sched_setaffinity(0, place.cpus)  # before threads compute: each takes over what its maker may use
@@ -23,7 +23,7 @@ def main() -> int:
     try:
         return 0 if follow(part, link) else 1
     finally:
-        end_without_garbage_collection()
+        exit_without_garbage_collection()
 
 
 def _end_with(lifeline: int) -> None:

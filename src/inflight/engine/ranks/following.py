@@ -3,21 +3,21 @@
 from contextlib import suppress
 
 from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import Failed, Part, Prepared, Step
+from inflight.engine.ranks.messages import LoadShard, RankFailed, Ready, RunStep
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ranks.rank import Rank
-from inflight.host.garbage_collection import spare_what_stays
+from inflight.host.garbage_collection import freeze_loaded_objects
 
 
-def follow(part: Part, link: StreamLink) -> bool:
+def follow(part: LoadShard, link: StreamLink) -> bool:
     """Load a part of a model and run its steps until rank 0 ends. Returns whether nothing failed before that."""
     try:
         rank = Rank(part.number, part.size, part.place.file)
         rank.begin(0)
         runner = ModelRunner(part.model, part.config, rank)
-        spare_what_stays()
-        link.send(Prepared(runner.info))
-        while isinstance(step := link.receive(), Step):
+        freeze_loaded_objects()
+        link.send(Ready(runner.info))
+        while isinstance(step := link.receive(), RunStep):
             rank.begin(step.number)
             try:
                 runner.compute(step.plan)
@@ -28,5 +28,5 @@ def follow(part: Part, link: StreamLink) -> bool:
     except Exception as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
         with suppress(OSError):  # rank 0 has ended, which may be the reason
-            link.send(Failed(reason))
+            link.send(RankFailed(reason))
         return False

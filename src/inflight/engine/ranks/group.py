@@ -14,8 +14,8 @@ from inflight.contracts.errors import ModelError, RankLostError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
 from inflight.engine.ranks.local_ranks import local_ranks
-from inflight.engine.ranks.messages import Failed, Message, Part, Prepared, Step
-from inflight.execution.ranks.rank import has_heard_of_an_end
+from inflight.engine.ranks.messages import LoadShard, Message, RankFailed, Ready, RunStep
+from inflight.execution.ranks.rank import was_told_to_end
 
 SECONDS_TO_NOTICE = 10.0
 """How long it may take from a rank's end, of which a barrier tells, until its link tells how it ended."""
@@ -48,7 +48,7 @@ class RankGroup:
         try:
             for number, link in enumerate(self._links, 1):
                 try:
-                    link.send(Part(model, self.config, number, size, self._others.place_of(number)))
+                    link.send(LoadShard(model, self.config, number, size, self._others.place_of(number)))
                 except OSError as error:
                     raise ModelError(f"{NOT_BY_ALL}: rank {number} {link.ending()} before that") from error
             self.rank = self._others.first()
@@ -66,7 +66,7 @@ class RankGroup:
         try:
             yield
         except Exception as error:
-            if not has_heard_of_an_end(error):
+            if not was_told_to_end(error):
                 raise
             raise ModelError(f"{NOT_BY_ALL}: {self._lost(error)}") from error
 
@@ -75,7 +75,7 @@ class RankGroup:
         model than rank 0."""
         for number, said in enumerate(self._said, 1):
             message = said.get()
-            if not isinstance(message, Prepared):
+            if not isinstance(message, Ready):
                 self._has_lost.wait()
                 raise ModelError(f"{NOT_BY_ALL}: {self._loss}")
             own, its = (asdict(each) | {"num_threads": None} for each in (info, message.info))
@@ -89,7 +89,7 @@ class RankGroup:
         if self._loss is not None:
             raise RankLostError(self._loss)
         self._number += 1
-        message = Step(self._number, replace(plan, assignments=()))
+        message = RunStep(self._number, replace(plan, assignments=()))
         try:
             for link in self._links:
                 link.send(message)
@@ -102,7 +102,7 @@ class RankGroup:
             self.rank.give_up()
             if not isinstance(error, Exception):
                 raise
-            if has_heard_of_an_end(error):
+            if was_told_to_end(error):
                 raise self._lost(error) from error
             if self._loss is not None:
                 raise RankLostError(self._loss) from error
@@ -129,7 +129,7 @@ class RankGroup:
         link, said = self._links[number - 1], self._said[number - 1]
         failure = ""
         while (message := link.receive()) is not None:
-            if isinstance(message, Failed):
+            if isinstance(message, RankFailed):
                 failure = f": {message.message}"
             said.put(message)
         ending = link.ending()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.ranks.links import ProcessLink
-from inflight.engine.ranks.messages import Place
+from inflight.engine.ranks.messages import RankPlacement
 from inflight.host.machine import place, usable_memory
 from inflight.host.python_process import started
 
@@ -50,9 +50,9 @@ class LocalRanks:
         num_threads = config.num_threads or min(each.num_threads for each in self.placements)
         return config.replace(num_threads=num_threads, kv_cache_memory=memory)
 
-    def place_of(self, number: int) -> Place:
+    def place_of(self, number: int) -> RankPlacement:
         """Where a rank meets the others."""
-        return Place(self._file, self._lifeline, self.placements[number].cpus)
+        return RankPlacement(self._file, self._lifeline, self.placements[number].cpus)
 
     def first(self) -> Rank:
         """Rank 0."""

@@ -9,7 +9,7 @@ from inflight.contracts.plan import StepPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankPlacement:
     """Where a rank runs, and meets the others in memory that they share.
 
     Attributes:
@@ -24,18 +24,18 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class LoadShard:
     """The first message to a rank: what it is to load, which rank it is, of how many, and where they meet."""
 
     model: str
     config: EngineConfig
     number: int
     size: int
-    place: Place
+    place: RankPlacement
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RunStep:
     """A step to be computed. Its plan has no assignments: only rank 0 chooses tokens."""
 
     number: int
@@ -43,17 +43,17 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Prepared:
+class Ready:
     """A rank has loaded its part."""
 
     info: ModelInfo
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class RankFailed:
     """A rank is about to end."""
 
     message: str
 
 
-Message: TypeAlias = Part | Step | Prepared | Failed
+Message: TypeAlias = LoadShard | RunStep | Ready | RankFailed

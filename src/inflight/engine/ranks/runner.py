@@ -64,7 +64,7 @@ class LeadingRunner(ModelRunner):
 
     def require_packed(self) -> PackedExecutor:
         """Raises `ModelError`: here is only a part of the model."""
-        Features.of(self.info).require(INSPECTION)
+        Features.from_info(self.info).require(INSPECTION)
         return super().require_packed()
 
 

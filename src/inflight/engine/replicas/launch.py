@@ -17,7 +17,7 @@ from inflight.contracts.options import is_loaded_model, is_loaded_tokenizer
 from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
-from inflight.engine.replicas.looking import recording_of
+from inflight.engine.replicas.live_states import recording_of
 from inflight.host.machine import Placement, place, usable_memory
 
 if TYPE_CHECKING:

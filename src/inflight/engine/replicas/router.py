@@ -16,7 +16,7 @@ from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
-from inflight.engine.replicas.expectation import Expectation, Load
+from inflight.engine.replicas.ttft_estimator import ReplicaLoad, TtftEstimator
 
 NUM_DRAWN = 2
 
@@ -37,7 +37,7 @@ class ReplicaSize:
 
 
 @dataclass(slots=True)
-class Sent:
+class RoutedRequest:
     """A request at its replica.
 
     Attributes:
@@ -49,7 +49,7 @@ class Sent:
 
     replica: int
     num_owed: int
-    load: Load
+    load: ReplicaLoad
     time: float
     num_sequences: int = 1
     in_background: bool = False
@@ -65,19 +65,19 @@ class _Replica:
     """
 
     def __init__(self, num_blocks: int) -> None:
-        self.load = Load()
-        self.background = Load()
+        self.load = ReplicaLoad()
+        self.background = ReplicaLoad()
         self._num_blocks = num_blocks
         self._blocks: OrderedDict[int, None] = OrderedDict()
 
-    def load_before(self, in_background: bool) -> Load:
+    def load_before(self, in_background: bool) -> ReplicaLoad:
         """What a request has to wait for."""
         if not in_background:
             return self.load
         num_owed = self.load.num_owed + self.background.num_owed
-        return Load(num_owed, self.load.num_running + self.background.num_running)
+        return ReplicaLoad(num_owed, self.load.num_running + self.background.num_running)
 
-    def load_of(self, sent: Sent) -> Load:
+    def load_of(self, sent: RoutedRequest) -> ReplicaLoad:
         """The load that a request is part of."""
         return self.background if sent.in_background else self.load
 
@@ -105,7 +105,7 @@ class Router:
         self._routing = routing
         self._size = size
         self._replicas = [_Replica(size.num_blocks) for _ in range(num_replicas)]
-        self._expectation = Expectation(size.num_slots)
+        self._expectation = TtftEstimator(size.num_slots)
         self._random = random.Random(seed)
         self._turn = 0
 
@@ -118,7 +118,7 @@ class Router:
         num_sequences: int = 1,
         *,
         in_background: bool = False,
-    ) -> Sent:
+    ) -> RoutedRequest:
         """Choose one of the available replicas for a prompt, and count the request there.
 
         Args:
@@ -131,21 +131,21 @@ class Router:
         num_owed = self._num_owed(replica, len(token_ids), blocks)
         replica.keep(blocks)
         met = replica.load_before(in_background)
-        load = Load(met.num_owed + num_owed, met.num_running)
-        sent = Sent(number, num_owed, load, now, num_sequences, in_background)
+        load = ReplicaLoad(met.num_owed + num_owed, met.num_running)
+        sent = RoutedRequest(number, num_owed, load, now, num_sequences, in_background)
         mine = replica.load_of(sent)
         mine.num_owed += num_owed
         mine.num_running += num_sequences
         return sent
 
-    def begin(self, sent: Sent, now: float) -> None:
+    def begin(self, sent: RoutedRequest, now: float) -> None:
         """A request got its first token."""
         self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
         if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for others
             self._expectation.observe_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
-    def end(self, sent: Sent, now: float, token_ids: SequenceOf[int] = (), kind: Hashable = None) -> None:
+    def end(self, sent: RoutedRequest, now: float, token_ids: SequenceOf[int] = (), kind: Hashable = None) -> None:
         """A request has ended.
 
         Args:
@@ -185,7 +185,7 @@ class Router:
             replica = self._replicas[number]
             met = replica.load_before(in_background)
             num_owed = met.num_owed + self._num_owed(replica, num_tokens, blocks)
-            return self._expectation.seconds(Load(num_owed, met.num_running))
+            return self._expectation.seconds(ReplicaLoad(num_owed, met.num_running))
 
         return min(candidates, key=expected)
 

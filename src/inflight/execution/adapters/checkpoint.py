@@ -58,7 +58,7 @@ class Scaling:
     patterns: Mapping[str, float]
     is_rank_stabilised: bool
 
-    def of(self, rank: int, *names: str) -> float:
+    def factor(self, rank: int, *names: str) -> float:
         """The factor of a weight that PEFT may call by one of these names."""
         found = (a for p, a in self.patterns.items() for name in names if re.match(rf"(.*\.)?({p})$", name))
         return float(next(found, self.alpha)) / (math.sqrt(rank) if self.is_rank_stabilised else rank)

@@ -24,7 +24,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 
 @dataclass(frozen=True, slots=True)
-class Target:
+class AdapterTarget:
     """A weight `[out, in]` that an adapter can change.
 
     Attributes:
@@ -69,17 +69,19 @@ class AdaptableLayers:
         self.step: int = torch.ops.inflight.new_adapted_step()
         delete_with(self, torch.ops.inflight.delete_adapted_step, self.step)
         self.num_places = 0
-        self.weights: dict[str, Target] = {}
-        self.experts: dict[str, dict[str, Sequence[Target]]] = {}
+        self.weights: dict[str, AdapterTarget] = {}
+        self.experts: dict[str, dict[str, Sequence[AdapterTarget]]] = {}
         self._place_of: dict[int, int] = {}  # by the kernels' number of a layer
         for name, module in model.named_modules(remove_duplicate=False):
             for layer, first_output, num_outputs in _layers_of(module):
                 if layer.number in reads_logit_rows or _router_layer(module) is not None:
                     place = self._place(layer, reads_logit_rows=reads_logit_rows.get(layer.number, False))
-                    self.weights[name] = Target(place, first_output, layer.in_features, num_outputs, layer.weight.dtype)
+                    self.weights[name] = AdapterTarget(
+                        place, first_output, layer.in_features, num_outputs, layer.weight.dtype
+                    )
             if isinstance(module, AdaptedEmbedding):
                 place = module.look_in(self.step, self._new_place())
-                self.weights[name] = Target(
+                self.weights[name] = AdapterTarget(
                     place, 0, module.num_embeddings, module.embedding_dim, model.dtype, is_embedding=True
                 )
             experts = getattr(module, "inflight_experts", None)
@@ -89,9 +91,9 @@ class AdaptableLayers:
                     experts.down_name: self._whole(experts.down),
                 }
 
-    def _whole(self, layers: Sequence[PrepackedLinear]) -> list[Target]:
+    def _whole(self, layers: Sequence[PrepackedLinear]) -> list[AdapterTarget]:
         return [
-            Target(
+            AdapterTarget(
                 self._place(layer, reads_logit_rows=False),
                 0,
                 layer.in_features,

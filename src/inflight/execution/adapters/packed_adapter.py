@@ -7,7 +7,7 @@ from torch import nn
 
 from inflight.contracts.errors import AdapterError
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint, LowRankUpdate, Scaling
-from inflight.execution.adapters.layers import AdaptableLayers, Target
+from inflight.execution.adapters.layers import AdaptableLayers, AdapterTarget
 from inflight.execution.kernels import delete_with
 from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.weights.panels import panels_of
@@ -53,7 +53,7 @@ class PackedAdapter:
 
 def matrices_of(
     update: LowRankUpdate, scaling: Scaling, layers: AdaptableLayers
-) -> Iterator[tuple[Target, torch.Tensor, torch.Tensor]]:
+) -> Iterator[tuple[AdapterTarget, torch.Tensor, torch.Tensor]]:
     """What an update changes, with `[rank, in]` and `[out, rank]` of each, the factor in the second. Raises
     `AdapterError` if the model has no such weight."""
     module, down, up = update.module, update.down, update.up.float()
@@ -65,7 +65,7 @@ def matrices_of(
             )
         if sizes != (target.in_features, target.out_features):
             raise AdapterError(f"the adapter changes a weight {_shape(*sizes)} of {module}; the model's is {target}")
-        yield target, down, up * scaling.of(len(down), module, f"{module}.weight")
+        yield target, down, up * scaling.factor(len(down), module, f"{module}.weight")
         return
     while module not in layers.experts and module.endswith(".base_layer"):  # PEFT wraps one parameter after the other
         module = module.removesuffix(".base_layer")
@@ -75,7 +75,7 @@ def matrices_of(
     for name, experts in parameters.items():
         if sizes == (experts[0].in_features, experts[0].out_features) and len(down) % len(experts) == 0:
             rank = len(down) // len(experts)
-            factor = scaling.of(rank, f"{module}.{name}")
+            factor = scaling.factor(rank, f"{module}.{name}")
             for number, expert in enumerate(experts):
                 yield (
                     expert,
@@ -91,7 +91,7 @@ def _shape(in_features: int, out_features: int) -> str:
     return f"[{out_features}, {in_features}]"
 
 
-def _down_of(target: Target, down: torch.Tensor) -> torch.Tensor:
+def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
     """`[rank, in]` filled with zeros to a multiple of inputs, and in the order in which the kernels read it; of an
     embedding, its rows by token."""
     if target.is_embedding:

@@ -15,7 +15,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 
 @dataclass(frozen=True, slots=True)
-class WitnessedCache(KVStorage):
+class ComparedCache(KVStorage):
     """The backend's storage as it made it, and the definition's beside it."""
 
     own: KVStorage
@@ -59,12 +59,12 @@ class ComparedAttention:
         """See `AttentionBackend`. Bytes in both caches."""
         return self._compared.bytes_per_block(spec) + self._definition.bytes_per_block(spec)
 
-    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> WitnessedCache:
+    def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> ComparedCache:
         """See `AttentionBackend`. Takes the memory of two caches."""
         own_beside, shadow_beside = (None, None) if beside is None else _both(beside)
         own = self._compared.allocate(num_blocks, spec, own_beside)
         shadow = self._definition.allocate(num_blocks, spec, shadow_beside)
-        return WitnessedCache(own.keys, own.values, own, shadow)
+        return ComparedCache(own.keys, own.values, own, shadow)
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `AttentionBackend`."""
@@ -106,7 +106,7 @@ class ComparedAttention:
 
 
 def _both(cache: KVStorage) -> tuple[KVStorage, KVStorage]:
-    assert isinstance(cache, WitnessedCache), "the cache was allocated by another backend"
+    assert isinstance(cache, ComparedCache), "the cache was allocated by another backend"
     return cache.own, cache.shadow
 
 

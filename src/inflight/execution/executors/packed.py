@@ -30,7 +30,7 @@ from inflight.execution.weights.linear_calls import is_watched
 
 logger = logging.getLogger(__name__)
 
-MIN_ROWS = 4
+MIN_PACKED_ROWS = 4
 """On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
 
 
@@ -67,7 +67,7 @@ class PackedExecutor:
         model: PreTrainedModel,
         backend: AttentionBackend,
         grouping: Grouping,
-        min_rows: int = MIN_ROWS,
+        min_rows: int = MIN_PACKED_ROWS,
         counting: Counting = FROM_ZERO,
     ) -> None:
         self.model = model

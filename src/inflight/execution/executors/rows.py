@@ -19,7 +19,7 @@ from inflight.contracts.plan import Span
 from inflight.execution.executors.interface import Capabilities
 from inflight.execution.executors.token_history import TokenHistory
 from inflight.execution.hf.model_call import ModelCall
-from inflight.execution.hf.row_cache import RowCache, Rows, bytes_of, check_layers, indices_of_blocks
+from inflight.execution.hf.row_cache import CacheRows, RowCache, bytes_of, check_layers, indices_of_blocks
 from inflight.execution.ragged_batch import RaggedBatch, cache_indices, to_device
 
 MAX_PADDING_RATIO = 1.5
@@ -168,7 +168,7 @@ class RowsExecutor:
             if span.num_logit_rows:
                 logits[span.sequence_id] = given[number, most_logits - span.num_logit_rows :]
 
-    def _rows(self, spans: list[Span], batch: RaggedBatch) -> Rows:
+    def _rows(self, spans: list[Span], batch: RaggedBatch) -> CacheRows:
         starts, ends = (np.array([getattr(span, name) for span in spans]) for name in ("start", "end"))
         num_keys = int(ends.max())
         positions = np.maximum(np.arange(num_keys) - (num_keys - ends)[:, None], 0)
@@ -181,7 +181,7 @@ class RowsExecutor:
         if any(span.length < num_new for span in spans):
             tokens = np.flatnonzero(np.arange(num_new) >= num_new - (ends - starts)[:, None])
             written = written[tokens]
-        return Rows(
+        return CacheRows(
             sequence_ids=sequence_ids,
             slots=np.array([span.slot for span in spans]),
             starts=starts,

@@ -42,7 +42,7 @@ class Rounding:
         matrices = [weight] if weight.dim() == 2 else list(weight)
         if self.bits == 8:
             groups = [_eight_bits(each) for each in matrices]
-            return GroupedWeight.of(self.kind, groups, dtype, is_stacked=weight.dim() == 3)
+            return GroupedWeight.from_groups(self.kind, groups, dtype, is_stacked=weight.dim() == 3)
         layout = GroupedLayout(
             4, self.group, has_minima=self.has_minima, middle=0 if self.has_minima else MIDDLE_OF_FOUR
         )

@@ -60,7 +60,7 @@ class GroupedLayout:
     code: str = "whole"
 
     @property
-    def has_whole_numbers(self) -> bool:
+    def has_integers(self) -> bool:
         """Whether its numbers can be multiplied with whole numbers."""
         return self.code != "e4m3"
 
@@ -224,7 +224,9 @@ class GroupedWeight(torch.Tensor):
         super().__init__()
 
     @classmethod
-    def of(cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool) -> "GroupedWeight":
+    def from_groups(
+        cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool
+    ) -> "GroupedWeight":
         """From the groups of one matrix, or of one for each expert, all of the same sizes."""
         packed = [each.packed() for each in matrices]
         shape = matrices[0].numbers.shape

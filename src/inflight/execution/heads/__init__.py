@@ -1,4 +1,4 @@
-"""Heads of a model's own that guess: layers beyond its last one, which continue from its last hidden states.
+"""A model's own draft heads: layers beyond its last one, which continue from its last hidden states.
 
 - `MtpHead`: such a layer of a checkpoint, as a model. `HeadRunner`: runs it as a draft model.
 """

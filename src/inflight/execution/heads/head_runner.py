@@ -2,7 +2,7 @@
 
 The layer's row for a token continues from the hidden state of the token before it, so a sequence begins there with its
 second token, and every place in its cache is that of a hidden state. What the layer itself gives is the hidden state
-for guessing further; the model's own takes its place as soon as the model has computed the token.
+for drafting further; the model's own takes its place as soon as the model has computed the token.
 """
 
 from collections.abc import Sequence
@@ -81,7 +81,7 @@ class HeadRunner:
         return by_span(plan, self._sampler.sample(logits, of_tokens, None), {})
 
     def _keep_last_states(self, batch: RaggedBatch) -> None:
-        """Let each sequence that a token is guessed for go on from what the layer gave."""
+        """Let each sequence that is drafted for go on from the layer's output."""
         spans = [number for number, span in enumerate(batch.spans) if span.num_logit_rows]
         if spans:
             tables, ends = batch.groups[0].block_tables_host[spans], batch.kv_lens_host[spans]

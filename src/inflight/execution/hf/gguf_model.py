@@ -179,7 +179,7 @@ class _Loader:
             values = [self._values(entries, each).to(self._dtype) for each in matrices]
             weight = torch.stack(values) if is_stacked else values[0]
         for entry in entries:
-            self._let_go(entry)
+            self._release(entry)
         return weight.mT if is_transposed else weight
 
     def _packed(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
@@ -204,13 +204,13 @@ class _Loader:
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
         values = self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
-        self._let_go(entry)
+        self._release(entry)
         return values
 
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
         return self._contents[entry.path][entry.start : entry.start + entry.nbytes]
 
-    def _let_go(self, entry: TensorEntry) -> None:
+    def _release(self, entry: TensorEntry) -> None:
         """Let the pages of a tensor's file go, except those that it shares with its neighbours."""
         page = mmap.PAGESIZE
         first, last = -(-entry.start // page) * page, (entry.start + entry.nbytes) // page * page

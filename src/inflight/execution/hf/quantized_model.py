@@ -101,7 +101,7 @@ class _Reader:
             raise ModelError(f"the weight {name!r} cannot be read: {error}") from error
         kept = [each for each in matrices if isinstance(each, Groups) and each.layout == _layout(matrices[0])]
         if len(kept) == len(matrices) and kernels_available():
-            weight: torch.Tensor = GroupedWeight.of(method.kind, kept, self._dtype, is_stacked=is_stacked)
+            weight: torch.Tensor = GroupedWeight.from_groups(method.kind, kept, self._dtype, is_stacked=is_stacked)
         else:
             self._expanded[method.kind] += 1
             values = [(each.values() if isinstance(each, Groups) else each).to(self._dtype) for each in matrices]

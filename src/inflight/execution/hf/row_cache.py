@@ -33,7 +33,7 @@ NUM_SPARE = 64
 
 
 @dataclass(slots=True)
-class Rows:
+class CacheRows:
     """G rows of L tokens, whose sequences have up to K keys by now. Shorter beginnings are padded on the left.
 
     Attributes:
@@ -56,7 +56,7 @@ class Rows:
     gathered: torch.Tensor
     num_keys: int
 
-    def follow(self, before: "Rows | None") -> bool:
+    def follow(self, before: "CacheRows | None") -> bool:
         """Whether these are the same sequences as in the rows before, each with its next token."""
         return (
             before is not None
@@ -87,7 +87,7 @@ class PagedTensor:
         self._storage = torch.empty(shape, dtype=states.dtype, device=states.device)
         self._gathered: torch.Tensor | None = None  # [G, Hkv, K + spare, D]
 
-    def update(self, states: torch.Tensor, rows: Rows, *, is_next: bool) -> torch.Tensor:
+    def update(self, states: torch.Tensor, rows: CacheRows, *, is_next: bool) -> torch.Tensor:
         """Store the rows' new states `[G, Hkv, L, D]`; return those of their whole sequences, `[G, Hkv, K, D]`."""
         new = states.transpose(1, 2).flatten(0, 1)
         self._storage[rows.written] = new if rows.tokens is None else new[rows.tokens]
@@ -121,7 +121,7 @@ class PagedKeysAndValues:
 
     def __init__(self, layer: DynamicLayer, num_tokens: int) -> None:
         self._keys, self._values = (PagedTensor(states, num_tokens) for states in (layer.keys, layer.values))
-        self.rows: Rows | None = None
+        self.rows: CacheRows | None = None
         self.is_next = False
 
     @staticmethod
@@ -257,7 +257,7 @@ class RowCache(Cache):
             layers.append(own)
         super().__init__(layers=layers)
         self._lengths = np.full((NUM_VERSIONS, num_slots), -1, dtype=np.int64)
-        self._before: Rows | None = None  # the last rows of one token each that have run
+        self._before: CacheRows | None = None  # the last rows of one token each that have run
 
     @property
     def has_keys(self) -> bool:
@@ -280,7 +280,7 @@ class RowCache(Cache):
             for storage in self._paged:
                 storage.forget_gathered()
 
-    def enter(self, rows: Rows) -> None:
+    def enter(self, rows: CacheRows) -> None:
         """Begin to run these rows. Raises `RuntimeError` if their states are not known."""
         is_next = rows.follow(self._before)
         if rows.num_new == 1:
@@ -299,7 +299,7 @@ class RowCache(Cache):
         for layer, states in self._states:
             states.load(layer, versions, slots)
 
-    def leave(self, rows: Rows) -> None:
+    def leave(self, rows: CacheRows) -> None:
         """The rows have run: keep their new states."""
         for storage in self._paged:
             storage.rows = None

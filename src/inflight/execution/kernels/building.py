@@ -1,4 +1,4 @@
-"""Compiling the kernels: for this CPU at first use, or for the kinds of CPUs (`Target`) that a wheel carries them for.
+"""Compiling the kernels: for this CPU at first use, or for every `BuildTarget` of a wheel.
 
 They are two libraries: kernels that know no torch, and a bridge (`BRIDGE`) that is built for a version of torch.
 
@@ -27,7 +27,7 @@ BRIDGE_FLAGS = ["-O1", "-fopenmp"]
 
 
 @dataclass(frozen=True)
-class Target:
+class BuildTarget:
     """A kind of CPU.
 
     Attributes:
@@ -40,16 +40,16 @@ class Target:
     flags: tuple[str, ...]
     needs: frozenset[str]
 
-    def beyond(self, name: str, flags: str, needs: str) -> "Target":
+    def beyond(self, name: str, flags: str, needs: str) -> "BuildTarget":
         """The same and more. The compiler takes the last `-march`."""
-        return Target(name, (*self.flags, *flags.split()), self.needs | set(needs.split()))
+        return BuildTarget(name, (*self.flags, *flags.split()), self.needs | set(needs.split()))
 
 
-_AVX2 = Target("avx2", ("-march=x86-64-v3",), frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")))
+_AVX2 = BuildTarget("avx2", ("-march=x86-64-v3",), frozenset(("avx2", "bmi1", "bmi2", "f16c", "fma", "movbe")))
 _AVX512 = _AVX2.beyond("avx512", "-march=x86-64-v4", "avx512f avx512bw avx512cd avx512dq avx512vl")
 _AVX512_VNNI = _AVX512.beyond("avx512-vnni", "-mavx512vnni", "avx512_vnni")
 _AVX512_BF16 = _AVX512_VNNI.beyond("avx512-bf16", "-mavx512bf16 -mavx512vbmi", "avx512_bf16 avx512vbmi")
-_ARMV8 = Target("armv8", ("-march=armv8-a",), frozenset(("asimd",)))
+_ARMV8 = BuildTarget("armv8", ("-march=armv8-a",), frozenset(("asimd",)))
 TARGETS = {  # a later one is better, where it runs
     "x86_64": (
         *(_AVX2, _AVX2.beyond("avx2-vnni", "-mavxvnni", "avx_vnni")),
@@ -61,7 +61,7 @@ TARGETS = {  # a later one is better, where it runs
 """By machine."""
 
 
-def carried_kernels_name(target: Target) -> str:
+def carried_kernels_name(target: BuildTarget) -> str:
     """Where in this folder a wheel has the kernels for `target`."""
     return f"carried/{target.name}.so"
 

@@ -43,7 +43,7 @@ from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
-from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.linears import ReleaseWeight
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 logger = logging.getLogger(__name__)
@@ -100,7 +100,7 @@ class Preparation:
 def choose_executor(
     model: PreTrainedModel,
     config: EngineConfig,
-    let_go: LetGo | None = None,
+    release: ReleaseWeight | None = None,
     proof_results: ResultCache[ProofResult] | None = None,
     rank: Rank | None = None,
     known: Preparation | None = None,
@@ -110,7 +110,7 @@ def choose_executor(
 
     Args:
         model: ours alone, in evaluation mode, on its device.
-        let_go: called with each weight as soon as it is prepacked.
+        release: called with each weight as soon as it is prepacked.
         proof_results: what proxies have shown before; None takes the user's.
         rank: whose part of the model is to run; None: all of it.
         known: what an earlier preparation of the same model found: nothing is proved.
@@ -127,7 +127,7 @@ def choose_executor(
         )
     if proof_results is None:
         proof_results = ResultCache.of_the_user(ProofResult)
-    search = _Search(model, config, let_go, proof_results, rank, is_listed=is_listed)
+    search = _Search(model, config, release, proof_results, rank, is_listed=is_listed)
     return search.choose() if known is None else search.take(known)
 
 
@@ -138,7 +138,7 @@ class _Search:
         self,
         model: PreTrainedModel,
         config: EngineConfig,
-        let_go: LetGo | None,
+        release: ReleaseWeight | None,
         proof_results: ResultCache[ProofResult],
         rank: Rank | None,
         *,
@@ -146,7 +146,7 @@ class _Search:
     ) -> None:
         self._model = model
         self._config = config
-        self._let_go = let_go
+        self._release = release
         self._proof_results = proof_results
         self._rank = rank
         self._is_large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
@@ -229,7 +229,7 @@ class _Search:
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
         with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
-            return PlainModel.of(self._model).with_effect()
+            return PlainModel.run(self._model).with_effect()
 
     def _first_exact(
         self, executors: Sequence[str], subject: PreTrainedModel, plain: Callable[[], PlainModel]
@@ -285,7 +285,7 @@ class _Search:
         model, config, mode = self._model, self._config, result.mode
         is_short = proved_on != ITSELF
         if mode != PACKED:
-            report = prepare_own_attention(model, result, is_large=is_short, let_go=self._let_go, known=known)
+            report = prepare_own_attention(model, result, is_large=is_short, release=self._release, known=known)
             if known is None:
                 report = replace(report, notes=(*report.notes, *_notes_on_generate(result)))
             name = str(model.config._attn_implementation)
@@ -301,7 +301,7 @@ class _Search:
             weight_format=find_format(config.quantization.method, config.quantization.arithmetic),
             rounds_cache=config.kv_cache.dtype != "auto",
             is_large=is_short,
-            let_go=self._let_go,
+            release=self._release,
             rank=self._rank,
             is_listed=self._is_listed and is_short,
             known=known,

@@ -55,9 +55,9 @@ def max_row_len(config: PreTrainedConfig) -> int | None:
 
 
 def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
-    """The longest sequence, in tokens, of a model that does its own attention, and a note if that is a guess, or less
-    than the model's own limit. (Doge keeps the best `keep_window_size` keys. Which are best among equals, and among
-    those that rounding makes so, depends on the whole row.)"""
+    """The longest sequence, in tokens, of a model that does its own attention, and a note if that is an estimate, or
+    less than the model's own limit. (Doge keeps the best `keep_window_size` keys. Which are best among equals, and
+    among those that rounding makes so, depends on the whole row.)"""
     limit, window = getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None)
     if isinstance(window, int) and isinstance(limit, int) and 0 < window < limit:
         return window, [f"sequences are limited to {window} tokens: beyond, the model chooses among its keys by rank"]

@@ -43,7 +43,7 @@ from inflight.execution.preparation.proof_result import ProofResult, RunMode
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
-from inflight.execution.weights.linears import LetGo, prepack_linears
+from inflight.execution.weights.linears import ReleaseWeight, prepack_linears
 from inflight.execution.weights.prepacked_linear import can_prepack
 
 MISTAKEN = 0.7
@@ -159,7 +159,7 @@ def prepare_own_attention(
     result: ProofResult,
     *,
     is_large: bool = False,
-    let_go: LetGo | None = None,
+    release: ReleaseWeight | None = None,
     known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model for the way that was proved, and compare it with its plain results.
@@ -167,7 +167,7 @@ def prepare_own_attention(
     Args:
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
         is_large: whether the comparison is short.
-        let_go: called with each weight as soon as it is prepacked.
+        release: called with each weight as soon as it is prepacked.
         known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
@@ -176,17 +176,17 @@ def prepare_own_attention(
     """
     if known is not None:
         if known.linear_calls is not None:
-            prepack_weights(model, known.linear_calls, let_go)
+            prepack_weights(model, known.linear_calls, release)
         return known
     mode, linear_calls = result.mode, None
     with as_model_error(f"{type(model).__name__} does not run as {mode}: "):
-        plain = PlainModel.of(model, IN_SHORT if is_large else PROOF).with_noise()
+        plain = PlainModel.run(model, IN_SHORT if is_large else PROOF).with_noise()
         if result.is_generated:
             plain = plain.as_generated()
         error = _compare(mode, plain)
     if can_prepack(model) and result.why_not_prepacked is None:
         try:
-            linear_calls = prepack_weights(model, let_go=let_go)
+            linear_calls = prepack_weights(model, release=release)
             error = _compare(mode, plain)
         except Exception as failure:
             raise PrepackingError(model) from failure
@@ -217,18 +217,18 @@ def _compare(mode: RunMode, plain: PlainModel) -> float:
 
 
 def prepack_weights(
-    model: PreTrainedModel, calls: LinearCalls | None = None, let_go: LetGo | None = None
+    model: PreTrainedModel, calls: LinearCalls | None = None, release: ReleaseWeight | None = None
 ) -> LinearCalls:
     """Replace the experts and linear layers of `model` by prepacked ones.
 
     Args:
         calls: what a forward pass does with linear layers; None: one is watched.
-        let_go: called with each weight.
+        release: called with each weight.
 
     Returns the calls."""
     calls = calls or _watched_calls(model)
-    prepack_experts(model, let_go=let_go)
-    prepack_linears(model, calls, let_go=let_go)
+    prepack_experts(model, release=release)
+    prepack_linears(model, calls, release=release)
     prepack_routers(model)
     return calls
 

@@ -33,7 +33,7 @@ from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.counting import FROM_ZERO
-from inflight.execution.executors.packed import MIN_ROWS
+from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
@@ -83,7 +83,7 @@ from inflight.execution.weights.experts import (
 )
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
-from inflight.execution.weights.linears import LetGo, prepack_linears
+from inflight.execution.weights.linears import ReleaseWeight, prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
 
 INVARIANCE_LENGTHS = (24, 9)
@@ -132,7 +132,7 @@ def prepare_packed(
     weight_format: WeightFormat = PLAIN,
     rounds_cache: bool = False,
     is_large: bool = False,
-    let_go: LetGo | None = None,
+    release: ReleaseWeight | None = None,
     rank: Rank | None = None,
     is_listed: bool = False,
     known: PreparationReport | None = None,
@@ -144,7 +144,7 @@ def prepare_packed(
         weight_format: of the prepacked weights.
         rounds_cache: whether the backend stores keys and values in lower precision.
         is_large: whether the comparison is short.
-        let_go: called with each weight as soon as it is prepacked.
+        release: called with each weight as soon as it is prepacked.
         rank: whose part of the model is to run, beside the other ranks; None: all of it.
         is_listed: whether a proof on a proxy says all about it but what its weights are: then nothing is compared
             before they are prepacked.
@@ -157,7 +157,7 @@ def prepare_packed(
     if known is not None:
         use_attention(model, "inflight")
         if known.linear_calls is not None:
-            _prepack(model, known.linear_calls, weight_format, let_go)
+            _prepack(model, known.linear_calls, weight_format, release)
         if known.router_rows is not None:
             pad_routers(model, known.router_rows)
         return known
@@ -165,7 +165,7 @@ def prepare_packed(
         workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
         if rank is not None:
-            proof.divide(rank, let_go)
+            proof.divide(rank, release)
         max_model_len, notes = packed_limit(model, proof.specs)
         max_model_len -= proof.counting.first
         executor = proof.executor(make_backend)
@@ -182,7 +182,7 @@ def prepare_packed(
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
-            _prepack(model, proof.linear_calls, weight_format, let_go)
+            _prepack(model, proof.linear_calls, weight_format, release)
             if tolerance is not FULL_PRECISION or rounds:
                 tolerance = ROUNDED_ANEW
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
@@ -205,9 +205,11 @@ def prepare_packed(
     )
 
 
-def _prepack(model: PreTrainedModel, calls: LinearCalls, weight_format: WeightFormat, let_go: LetGo | None) -> None:
-    prepack_experts(model, weight_format, let_go)
-    prepack_linears(model, calls, weight_format, let_go)
+def _prepack(
+    model: PreTrainedModel, calls: LinearCalls, weight_format: WeightFormat, release: ReleaseWeight | None
+) -> None:
+    prepack_experts(model, weight_format, release)
+    prepack_linears(model, calls, weight_format, release)
     prepack_routers(model)
 
 
@@ -243,7 +245,7 @@ class PackedProof:
         self._attention = PlainAttention(self._find_calls())
         use_attention(model, "eager")
         with self._attention.recording(len(workload.lengths)):
-            self.plain = PlainModel.of(model, workload, together=workload is IN_SHORT)
+            self.plain = PlainModel.run(model, workload, together=workload is IN_SHORT)
         self.counting = FROM_ZERO
         if gives_states(model):
             self.counting = whole_texts.counting_of(self.plain)
@@ -259,10 +261,10 @@ class PackedProof:
             self.specs, modules = find_attention_calls(self.model, self._dry_run_length)
         return modules
 
-    def divide(self, rank: Rank, let_go: LetGo | None) -> None:
+    def divide(self, rank: Rank, release: ReleaseWeight | None) -> None:
         """Leave the model a rank's part of it. It has to give what it gave when it was whole; from now on its ranks
         run only together. Raises `ModelError` if it cannot be divided."""
-        divide(self.model, rank, let_go)
+        divide(self.model, rank, release)
         self._attention.modules = self._find_calls()
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
@@ -356,9 +358,9 @@ def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]
     router, or experts that the model runs in a way of its own, do with the numbers of a single row."""
     if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
         yield 1, RouterRows.IN_A_BATCH
-    yield MIN_ROWS, RouterRows.AS_GIVEN
+    yield MIN_PACKED_ROWS, RouterRows.AS_GIVEN
     if has_routers(model):
-        yield MIN_ROWS, RouterRows.IN_STEPS
+        yield MIN_PACKED_ROWS, RouterRows.IN_STEPS
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:

@@ -26,7 +26,7 @@ from inflight.execution.hf.load import (
     resolve_dtype,
 )
 from inflight.execution.hf.source import first_line, read_config
-from inflight.execution.mapped_memory import give_back_freed_memory, let_go_of_file_pages
+from inflight.execution.mapped_memory import give_back_freed_memory, release_file_pages
 from inflight.execution.pooling.states_model import PoolingParts, load_parts
 from inflight.execution.pooling.text_pooler import TextPooler
 from inflight.execution.preparation.agreement import PrepackingError
@@ -41,7 +41,7 @@ from inflight.execution.ranks.rank import Rank
 from inflight.execution.threads import torch_alone
 from inflight.execution.weights.formats import find_format
 from inflight.execution.weights.grouped_linear import can_group
-from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.linears import ReleaseWeight
 from inflight.execution.weights.rounded_model import round_weights, rounding_of
 
 logger = logging.getLogger(__name__)
@@ -136,15 +136,15 @@ def _prepare(
     is_loaded_here = model.device.type == "cpu" and not is_callers  # no caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
-    let_go = let_go_of_file_pages if is_loaded_here else None
-    round_as_asked(model, config, dtype, let_go)
+    release = release_file_pages if is_loaded_here else None
+    round_as_asked(model, config, dtype, release)
     why_not = find_format(config.quantization.method).why_unusable(model)
     if config.quantization.method is not None and why_not is not None:
         raise ModelError(f"quantization {config.quantization.method!r} {why_not}")
     if config.adapters is not None:
         make_embedding_adaptable(model)
     with _as_stale(known):
-        choice = choose_executor(model, config, let_go, rank=rank, known=known, is_listed=is_listed)
+        choice = choose_executor(model, config, release, rank=rank, known=known, is_listed=is_listed)
     if is_loaded_here:
         own_tensors(model)
         give_back_freed_memory()
@@ -203,7 +203,9 @@ def _of_texts(info: ModelInfo, executor: Executor, parts: PoolingParts) -> Model
     )
 
 
-def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, let_go: LetGo | None) -> None:
+def round_as_asked(
+    model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, release: ReleaseWeight | None
+) -> None:
     """Round the weights of a model, which is ours alone, if `config` asks for that, and give the others this dtype.
     Raises `ModelError` where that cannot be done."""
     rounding = rounding_of(config)
@@ -212,5 +214,5 @@ def round_as_asked(model: PreTrainedModel, config: EngineConfig, dtype: torch.dt
     if not can_group():
         raise ModelError(f"quantization {rounding.kind!r} needs a C++ compiler")
     Features(device=model.device.type).require(QUANTIZATION)
-    round_weights(model, rounding, dtype, let_go)
+    round_weights(model, rounding, dtype, release)
     convert(model, dtype)

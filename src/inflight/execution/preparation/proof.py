@@ -140,7 +140,7 @@ class PlainModel:
     is_generated: bool = False
 
     @classmethod
-    def of(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF, *, together: bool = False) -> "PlainModel":
+    def run(cls, model: PreTrainedModel, workload: ProofWorkload = PROOF, *, together: bool = False) -> "PlainModel":
         """Run `model` on a workload's prompts. Raises `NotFiniteError` if its logits are not finite.
 
         Args:
@@ -317,7 +317,7 @@ def plain_logits(
     return logits
 
 
-class _Dictation(LogitsProcessor):  # type: ignore[misc]
+class _ForcedTokens(LogitsProcessor):  # type: ignore[misc]
     """Lets `generate` choose these tokens, one after the other."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
@@ -345,7 +345,7 @@ def _generated_logits(model: PreTrainedModel, prompt: Sequence[int], prefill_len
     of_the_model, model.generation_config = model.generation_config, GenerationConfig()
     try:
         with as_model_error("it does not generate: "):
-            given = model.generate(beginning, generation_config=asked, logits_processor=[_Dictation(prompt)])
+            given = model.generate(beginning, generation_config=asked, logits_processor=[_ForcedTokens(prompt)])
     finally:
         model.generation_config = of_the_model
     return torch.cat(given.logits)

@@ -56,7 +56,7 @@ def make_proxy(model: PreTrainedModel) -> PlainModel:
 
 def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
     for factor in FACTORS:
-        plain = PlainModel.of(_drawn(model, config, factor)).with_effect()
+        plain = PlainModel.run(_drawn(model, config, factor)).with_effect()
         if plain.effect is not None and plain.effect >= ENOUGH:
             return plain
         del plain  # before the next one is made

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.counting import FROM_ZERO, Counting
-from inflight.execution.executors.packed import MIN_ROWS
+from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.weights.experts import RouterRows
 from inflight.execution.weights.linear_calls import LinearCalls
 
@@ -36,7 +36,7 @@ class PreparationReport:
     attention_error: float | None = None
     vocab_size: int
     is_batch_invariant: bool = False
-    min_rows: int = MIN_ROWS
+    min_rows: int = MIN_PACKED_ROWS
     router_rows: RouterRows | None = None
     linear_calls: LinearCalls | None = None
     max_row_len: int | None = None

@@ -29,11 +29,11 @@ WHOLE = {"moe_tp_experts", "all_reduce", "replicated_with_grad_allreduce", "mla_
 HEADS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value)$")
 
 
-def divide(model: PreTrainedModel, rank: Rank, let_go: Callable[[torch.Tensor], None] | None = None) -> None:
+def divide(model: PreTrainedModel, rank: Rank, release: Callable[[torch.Tensor], None] | None = None) -> None:
     """Leave `model`, which is ours alone, this rank's part of each weight, and let it meet the other ranks.
 
     Args:
-        let_go: called with each weight of which a part is left.
+        release: called with each weight of which a part is left.
 
     Raises:
         ModelError: `transformers` has no plan for it, or its sizes do not allow it.
@@ -47,14 +47,16 @@ def divide(model: PreTrainedModel, rank: Rank, let_go: Callable[[torch.Tensor], 
         )
     _check(model, styles, rank.size)
     with watch_expansions() as expanded:
-        _divide(model, styles, rank, let_go or (lambda weight: None))
+        _divide(model, styles, rank, release or (lambda weight: None))
     if expanded:
         kinds = ", ".join(f"{number} {kind}" for kind, number in sorted(expanded.items()))
         note = f"these weights have groups that {rank.size} ranks cannot divide, and are expanded: {kinds}"
         model.inflight_notes = (*getattr(model, "inflight_notes", ()), note)
 
 
-def _divide(model: PreTrainedModel, styles: dict[str, str], rank: Rank, let_go: Callable[[torch.Tensor], None]) -> None:
+def _divide(
+    model: PreTrainedModel, styles: dict[str, str], rank: Rank, release: Callable[[torch.Tensor], None]
+) -> None:
     shared: list[tuple[nn.Parameter, str, nn.Parameter]] = []
     num_owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in list(model.named_modules()):
@@ -69,10 +71,10 @@ def _divide(model: PreTrainedModel, styles: dict[str, str], rank: Rank, let_go: 
                 if num_owners[id(parameter)] > 1:
                     shared.append((parameter, way, own))
             if own is not parameter:
-                let_go(parameter)
+                release(parameter)
             module._parameters[own_name] = own
         if name in styles:
-            _meet(model, name, module, styles[name], rank)
+            _add_collective(model, name, module, styles[name], rank)
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
@@ -132,7 +134,7 @@ def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
     return torch.cat([own, own.new_zeros(missing)], dim)
 
 
-def _meet(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
+def _add_collective(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
     """Let the ranks meet before or behind a module, if they have to."""
     collective: nn.Module
     if style in ("moe_tp_experts", "all_reduce"):

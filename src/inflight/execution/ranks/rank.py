@@ -60,6 +60,6 @@ class Rank:
         return gathered
 
 
-def has_heard_of_an_end(error: BaseException | None) -> bool:
+def was_told_to_end(error: BaseException | None) -> bool:
     """Whether an error, or what it came from, is that another rank has ended."""
-    return error is not None and (AN_END in str(error) or has_heard_of_an_end(error.__cause__))
+    return error is not None and (AN_END in str(error) or was_told_to_end(error.__cause__))

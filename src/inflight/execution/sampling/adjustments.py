@@ -36,8 +36,8 @@ class Adjuster:
         self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if params.has_penalties else None
 
     def observe(self, position: int, token_id: int) -> None:
-        """The sequence has this token at this position, and none after it. What was seen there before was guessed; the
-        same token is not counted again."""
+        """The sequence has this token at this position, and none after it. What was seen there before was a draft
+        token; the same token is not counted again."""
         is_known = position < len(self._token_ids) and self._token_ids[position] == token_id
         num_kept = position + is_known
         while len(self._token_ids) > num_kept:

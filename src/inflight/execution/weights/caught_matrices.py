@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from inflight.execution.grouped.weight import as_values
 from inflight.execution.weights.formats import PLAIN
-from inflight.execution.weights.layers import MIN_ROWS, is_narrow, rows_apart
+from inflight.execution.weights.layers import MIN_INVARIANT_ROWS, is_narrow, rows_apart
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 
@@ -27,7 +27,7 @@ class CaughtMatrix(nn.Parameter):
     prepacked: dict[torch.dtype, PrepackedLinear]
 
     @classmethod
-    def of(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
+    def from_weight(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
         """A weight `[out, in]`, or a copy of it, as one of these."""
         weight = as_values(weight.detach())
         caught = torch.Tensor._make_subclass(cls, weight.clone() if is_copied else weight, False)
@@ -54,7 +54,7 @@ class CaughtMatrix(nn.Parameter):
             if x.numel() == 0:
                 return functional.linear(x, self.detach(), bias)
             rows = x.reshape(-1, x.shape[-1])
-            padded = rows if len(rows) >= MIN_ROWS else rows.expand(MIN_ROWS, -1)
+            padded = rows if len(rows) >= MIN_INVARIANT_ROWS else rows.expand(MIN_INVARIANT_ROWS, -1)
             out: torch.Tensor = self.linear()(padded)[: len(rows)]
             out = (out if bias is None else out + bias).view(*x.shape[:-1], -1)
             return rows_apart(out) if is_narrow(out.shape[-1]) else out
@@ -86,7 +86,7 @@ class CaughtMatrices(nn.Parameter):
     used: list[CaughtMatrix]
 
     @classmethod
-    def of(cls, weights: torch.Tensor) -> "CaughtMatrices":
+    def from_weights(cls, weights: torch.Tensor) -> "CaughtMatrices":
         """Weights `[experts, …]`, which are not copied, as one of these."""
         matrices = torch.Tensor._make_subclass(cls, as_values(weights.detach()), False)
         matrices.used = []
@@ -122,6 +122,6 @@ class CaughtMatrices(nn.Parameter):
         return out
 
     def _prepack(self, matrices: torch.Tensor) -> None:
-        self.used = [CaughtMatrix.of(matrix, is_copied=False) for matrix in matrices]
+        self.used = [CaughtMatrix.from_weight(matrix, is_copied=False) for matrix in matrices]
         for each in self.used:
             each.linear()

@@ -18,9 +18,9 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 from inflight.execution.kernels import delete_with
 from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.layers import MIN_ROWS, STEP
+from inflight.execution.weights.layers import MIN_INVARIANT_ROWS, STEP
 from inflight.execution.weights.linear_calls import ACTIVATIONS, OwnForward
-from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.linears import ReleaseWeight
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
@@ -38,10 +38,10 @@ class PrepackedExperts:
         num_chosen: how many of them a token chooses; all, as long as none has.
     """
 
-    def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
+    def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, release: ReleaseWeight | None = None) -> None:
         self.up_name, self.down_name = "gate_up_proj" if module.has_gate else "up_proj", "down_proj"
-        self.up = _prepack_each(module, self.up_name, weight_format, let_go)
-        self.down = _prepack_each(module, self.down_name, weight_format, let_go)
+        self.up = _prepack_each(module, self.up_name, weight_format, release)
+        self.down = _prepack_each(module, self.down_name, weight_format, release)
         self.num_chosen = len(self.up)
         self._activation = self._usual_activation(module)
         self.number = self._register()
@@ -102,8 +102,8 @@ class PrepackedExperts:
     def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
         """One expert on rows `[n, hidden]`; returns `[n, hidden]`."""
         num_rows = len(rows)
-        if num_rows < MIN_ROWS:
-            rows = rows.expand(MIN_ROWS, -1)
+        if num_rows < MIN_INVARIANT_ROWS:
+            rows = rows.expand(MIN_INVARIANT_ROWS, -1)
         projected = self.down[expert](_between(module, self.up[expert](rows)))
         if module.has_post_expert_norm:
             projected = module.post_expert_norm(projected)
@@ -117,7 +117,9 @@ def _between(module: Any, projected: torch.Tensor) -> torch.Tensor:
     return inner
 
 
-def _prepack_each(module: Any, name: str, weight_format: WeightFormat, let_go: LetGo | None) -> list[PrepackedLinear]:
+def _prepack_each(
+    module: Any, name: str, weight_format: WeightFormat, release: ReleaseWeight | None
+) -> list[PrepackedLinear]:
     """A layer for each expert; the module's parameter is gone then."""
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
@@ -126,8 +128,8 @@ def _prepack_each(module: Any, name: str, weight_format: WeightFormat, let_go: L
         for weight, bias in zip(weights, biases, strict=True)
     ]
     delattr(module, name)
-    if let_go:
-        let_go(weights)
+    if release:
+        release(weights)
     return linears
 
 
@@ -148,21 +150,23 @@ def _run_experts(
 ExpertsInterface.register("inflight", _run_experts)
 
 
-def prepack_experts(model: PreTrainedModel, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None) -> None:
+def prepack_experts(
+    model: PreTrainedModel, weight_format: WeightFormat = PLAIN, release: ReleaseWeight | None = None
+) -> None:
     """Prepack the experts of `model`, which is ours alone.
 
     Args:
         weight_format: of the experts; those that a model runs in a way of its own stay plain.
-        let_go: called with each parameter `[experts, …]` as soon as it is prepacked.
+        release: called with each parameter `[experts, …]` as soon as it is prepacked.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
         if hasattr(module, "_apply_gate") and hasattr(module, "has_gate") and isinstance(config, PreTrainedConfig):
-            module.inflight_experts = PrepackedExperts(module, weight_format, let_go)
+            module.inflight_experts = PrepackedExperts(module, weight_format, release)
             config._experts_implementation_internal = "inflight"
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.dim() == 3 and _has_experts(module, len(parameter)):
-                module._parameters[name] = CaughtMatrices.of(parameter)
+                module._parameters[name] = CaughtMatrices.from_weights(parameter)
 
 
 def prepack_routers(model: PreTrainedModel) -> None:
@@ -177,7 +181,7 @@ def prepack_routers(model: PreTrainedModel) -> None:
     for module in model.modules():
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
-            module._parameters["weight"] = CaughtMatrix.of(weight)
+            module._parameters["weight"] = CaughtMatrix.from_weight(weight)
 
 
 def _has_experts(module: nn.Module, number: int) -> bool:
@@ -204,7 +208,7 @@ class RouterRows(Enum):
     """With how many rows a router runs that is given some."""
 
     AS_GIVEN = "as given"
-    IN_A_BATCH = "in company"
+    IN_A_BATCH = "in a batch"
     """With a few more, so that a single row is computed like one of several."""
     IN_STEPS = "in steps"
     """With a multiple of `STEP`: some routers compute with the numbers of the experts that they have chosen, and torch

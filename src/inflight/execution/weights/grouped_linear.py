@@ -33,7 +33,7 @@ class GroupedLinear(PanelLinear):
         matrix = replace(matrix, panels=shared(matrix.panels))
         self.prepacked, self.kind = matrix.panels, weight.kind
         self._rows = replace(weight.stored_rows, matrix=matrix)
-        can_be_fast = weight.grouping.has_whole_numbers and multiplies_whole_numbers()
+        can_be_fast = weight.grouping.has_integers and supports_int8_activations()
         self.is_exact = type(self).is_exact or not can_be_fast
         self._register(
             torch.ops.inflight.new_grouped_linear(
@@ -58,11 +58,11 @@ def can_group() -> bool:
     return kernels_available()
 
 
-def multiplies_whole_numbers() -> bool:
+def supports_int8_activations() -> bool:
     """Whether this CPU can do what `GroupedLinear` does; if not, that is an exact one."""
-    return can_group() and bool(torch.ops.inflight.multiplies_whole_numbers())
+    return can_group() and bool(torch.ops.inflight.supports_int8_activations())
 
 
-def prefers_whole_numbers() -> bool:
+def prefers_int8_activations() -> bool:
     """Whether this CPU is faster with `GroupedLinear` than with `ExactGroupedLinear`."""
-    return can_group() and bool(torch.ops.inflight.prefers_whole_numbers())
+    return can_group() and bool(torch.ops.inflight.prefers_int8_activations())

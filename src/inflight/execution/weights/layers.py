@@ -11,7 +11,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 STEP = 64
 """torch's elementwise operators take a multiple of this many elements at once, and compute the rest by another routine,
 with other bits."""
-MIN_ROWS = 2
+MIN_INVARIANT_ROWS = 2
 """A single row would take another path through oneDNN, with other bits."""
 MAX_NARROW = 512
 """Rows of more elements are not made apart: of what reads them, activations have operators of ours."""

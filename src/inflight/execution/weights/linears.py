@@ -21,20 +21,23 @@ from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 from inflight.execution.weights.tied_embedding import read_rows_in_groups, share_prepacked_weight
 
-LetGo: TypeAlias = Callable[[torch.Tensor], None]
+ReleaseWeight: TypeAlias = Callable[[torch.Tensor], None]
 """Gives back the memory of a weight that was prepacked and is not needed any more."""
 
 
 def prepack_linears(
-    model: PreTrainedModel, calls: LinearCalls, weight_format: WeightFormat = PLAIN, let_go: LetGo | None = None
+    model: PreTrainedModel,
+    calls: LinearCalls,
+    weight_format: WeightFormat = PLAIN,
+    release: ReleaseWeight | None = None,
 ) -> None:
     """Replace the linear layers of `model`, which is ours alone, by prepacked ones.
 
     Args:
         calls: what a forward pass called, and what may run as one.
-        let_go: called with each weight `[out, in]` as soon as it is prepacked.
+        release: called with each weight `[out, in]` as soon as it is prepacked.
     """
-    let_go = let_go or (lambda weight: None)
+    release = release or (lambda weight: None)
     embedding, head = behind(model.get_input_embeddings()), behind(model.get_output_embeddings())
     is_tied = head is not None and is_linear(head) and embedding.weight is head.weight
     modules = dict(model.named_modules(remove_duplicate=False))
@@ -44,7 +47,7 @@ def prepack_linears(
         together = _together(members, weight_format)
         for number, name in enumerate(names):
             _replace(model, name, SiblingLinear(together, number))
-            let_go(modules[name].weight)
+            release(modules[name].weight)
             modules[name]._parameters.clear()
             modules[name] = nn.Identity()
         del members
@@ -72,7 +75,7 @@ def prepack_linears(
         if module is head and is_tied:
             share_prepacked_weight(embedding, shared[id(module)])
         if module._parameters:
-            let_go(module.weight)
+            release(module.weight)
         module._parameters.clear()
     _settle_groups(model)
 

@@ -14,7 +14,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.linear_calls import is_linear, is_watched
-from inflight.execution.weights.linears import LetGo
+from inflight.execution.weights.linears import ReleaseWeight
 
 ENDS = Rounding(8)
 """Of the head, which chooses the tokens, and the input embedding, which often has the same weight, beside four bits."""
@@ -33,7 +33,7 @@ def round_weights(
     model: PreTrainedModel,
     rounding: Rounding,
     dtype: torch.dtype,
-    let_go: LetGo | None = None,
+    release: ReleaseWeight | None = None,
     told: Told | None = None,
 ) -> None:
     """Round the linear layers and experts of `model`, which is ours alone, and beside four bits its input embedding.
@@ -41,7 +41,7 @@ def round_weights(
 
     Args:
         dtype: of the weights to those who use them.
-        let_go: called with each weight as soon as it is rounded.
+        release: called with each weight as soon as it is rounded.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -62,8 +62,8 @@ def round_weights(
             owner._parameters[its_name] = own
         if told:
             told(names[id(parameter)], before, after)
-        if let_go:
-            let_go(before)
+        if release:
+            release(before)
 
 
 def _is_embedding(module: nn.Module) -> bool:

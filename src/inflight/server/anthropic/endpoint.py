@@ -10,7 +10,7 @@ from starlette.types import Scope
 
 from inflight.contracts.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
-from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.serving.chat import ChatAnswer, Events, answer_chat
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
@@ -18,7 +18,7 @@ from inflight.server.wire.json_route import to_json
 from inflight.server.wire.off_loop import off_loop
 
 SIGNATURE = "unsigned"
-"""Of thoughts. Anthropic's servers sign theirs; clients send a signature back as it is."""
+"""Of reasoning. Anthropic's servers sign theirs; clients send a signature back as it is."""
 
 
 async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -77,14 +77,14 @@ class _Answer(ChatAnswer[MessagesRequest]):
         return {"id": self.generation.request_id, "type": "message", "role": "assistant", "model": self.model_name}
 
     @property
-    def shows_thoughts(self) -> bool:
+    def shows_reasoning(self) -> bool:
         """Whether the client wants to see reasoning."""
         return self.body.thinking is None or self.body.thinking.display != "omitted"
 
     def whole(self, output: RequestOutput) -> bytes:
         blocks = self.new_blocks()
         blocks.feed(output.outputs[0].text, is_last=True)
-        content = [_content(block, self.shows_thoughts) for block in blocks.blocks]
+        content = [_content(block, self.shows_reasoning) for block in blocks.blocks]
         usage = self.usage(output, blocks)
         return to_json({**self.head, "content": content, **self.ending(output, blocks), "usage": usage})
 
@@ -105,16 +105,16 @@ class _Answer(ChatAnswer[MessagesRequest]):
         """Return `usage` of the whole answer."""
         num_cached = output.metrics.num_cached_tokens
         usage = _usage(len(output.prompt_token_ids), len(output.outputs[0].token_ids), num_cached)
-        num_thought_tokens = self.num_thought_tokens(blocks)
-        if num_thought_tokens is None:
+        num_reasoning_tokens = self.num_reasoning_tokens(blocks)
+        if num_reasoning_tokens is None:
             return usage
-        return {**usage, "output_tokens_details": {"thinking_tokens": num_thought_tokens}}
+        return {**usage, "output_tokens_details": {"thinking_tokens": num_reasoning_tokens}}
 
 
-def _content(block: Block, shows_thoughts: bool) -> dict[str, Any]:
+def _content(block: Block, shows_reasoning: bool) -> dict[str, Any]:
     """Return a whole block. The arguments of a tool call that was cut off are left out: they are not valid JSON."""
-    if isinstance(block, ThoughtBlock):
-        return {"type": "thinking", "thinking": block.text if shows_thoughts else "", "signature": SIGNATURE}
+    if isinstance(block, ReasoningBlock):
+        return {"type": "thinking", "thinking": block.text if shows_reasoning else "", "signature": SIGNATURE}
     if isinstance(block, TextBlock):
         return {"type": "text", "text": block.text}
     try:
@@ -164,7 +164,7 @@ class _Events(Events):
         message = {**self._answer.head, **nothing_yet, "usage": _usage(num_prompt, num_tokens)}
         return _event("message_start", message=message) + _event("ping")
 
-    def _grown(self, growth: Growth) -> bytes:
+    def _grown(self, growth: BlockDelta) -> bytes:
         """Return a growth's events: for a new block, the previous block's end and its own start; then the addition."""
         number, block, added, is_new = growth
         if not added and not is_new:
@@ -176,16 +176,16 @@ class _Events(Events):
         match block:
             case TextBlock():
                 return events + _TEXT % (number, to_json(added)) if added else events
-            case ThoughtBlock():
-                shown = added if self._answer.shows_thoughts else ""
+            case ReasoningBlock():
+                shown = added if self._answer.shows_reasoning else ""
                 return events + _delta(number, "thinking_delta", thinking=shown) if shown else events
             case CallBlock():
                 return events + _delta(number, "input_json_delta", partial_json=added)
 
     def _ended(self, number: int) -> bytes:
         """Return the events that end a block."""
-        is_thought = isinstance(self._blocks.blocks[number], ThoughtBlock)
-        signed = _delta(number, "signature_delta", signature=SIGNATURE) if is_thought else b""
+        is_reasoning = isinstance(self._blocks.blocks[number], ReasoningBlock)
+        signed = _delta(number, "signature_delta", signature=SIGNATURE) if is_reasoning else b""
         return signed + _event("content_block_stop", index=number)
 
 
@@ -193,7 +193,7 @@ def _begun(block: Block) -> dict[str, Any]:
     match block:
         case TextBlock():
             return {"type": "text", "text": ""}
-        case ThoughtBlock():
+        case ReasoningBlock():
             return {"type": "thinking", "thinking": "", "signature": ""}
         case CallBlock():
             return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}

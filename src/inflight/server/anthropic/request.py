@@ -78,7 +78,7 @@ class ToolResultBlock(Cached):
 
 
 class ThinkingBlock(Cached):
-    """What the assistant thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
+    """What the assistant reasoned in an earlier turn. Most chat templates leave it out unless calls follow it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -102,7 +102,7 @@ BLOCKS_OF = {
 
 
 NO_SECRETS = leaving_out("content", only=["redacted_thinking"])
-"""What another model has thought in an earlier turn, in a form that only its provider can read."""
+"""What another model has reasoned in an earlier turn, in a form that only its provider can read."""
 
 
 class Turn(StrictModel):
@@ -142,8 +142,8 @@ def _merged(messages: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
             merged.append(message)
             continue
         last["content"] = "\n".join(filter(None, (last["content"], message["content"])))
-        if thoughts := [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]:
-            last["reasoning_content"] = "\n\n".join(thoughts)
+        if reasoning := [each["reasoning_content"] for each in (last, message) if "reasoning_content" in each]:
+            last["reasoning_content"] = "\n\n".join(reasoning)
         if calls := [*last.get("tool_calls", ()), *message.get("tool_calls", ())]:
             last["tool_calls"] = calls
     return merged
@@ -230,12 +230,12 @@ class OutputConfig(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model is to think, if its chat template can tell it, and whether the answer has its thoughts.
+    """Whether the model is to think, if its chat template can tell it, and whether the answer has its reasoning.
 
     Attributes:
         type: "adaptive" and "between_tools": as the chat template has it.
-        budget_tokens: how many tokens a thought may have.
-        display: "omitted": blocks of thoughts are empty.
+        budget_tokens: how many tokens reasoning may have.
+        display: "omitted": blocks of reasoning are empty.
     """
 
     type: Literal["enabled", "disabled", "adaptive", "between_tools"]
@@ -279,7 +279,7 @@ class CountRequest(Cached):
 
     @property
     def wanted_thinking(self) -> Thinking:
-        """What the request says about thoughts."""
+        """What the request says about reasoning."""
         kind = None if self.thinking is None else self.thinking.type
         is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
         effort = None if self.output_config is None else self.output_config.effort
@@ -316,7 +316,7 @@ class CountRequest(Cached):
         if is_open and messages[-1].get("tool_calls"):
             raise ApiError(400, "messages end with calls; their results must follow", param="messages")
         prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
-        return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.told_tools}
+        return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.template_tools}
 
 
 StopSequence = Annotated[str, Field(min_length=1)]

@@ -75,7 +75,7 @@ async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGen
         Exception: what the application raises.
     """
     messages: list[Message] = []
-    news = asyncio.Event()
+    changed = asyncio.Event()
     requests = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     nothing_more: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
@@ -87,17 +87,17 @@ async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGen
 
     async def send(message: Message) -> None:
         messages.append(message)
-        news.set()
+        changed.set()
 
     async def run() -> None:
         await app(scope | {"asgi": {"version": "3.0"}, "client": None, "server": None}, receive, send)
 
     answering = asyncio.create_task(run())
-    answering.add_done_callback(lambda _: news.set())
+    answering.add_done_callback(lambda _: changed.set())
     try:
         while not answering.done() or messages:
-            await news.wait()
-            news.clear()
+            await changed.wait()
+            changed.clear()
             if messages:
                 together, messages = messages, []
                 yield together

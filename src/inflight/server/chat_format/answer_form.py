@@ -1,6 +1,6 @@
 """`AnswerForm`: what one request needs so that its model's answers can be written and read as it asks.
 
-Decides how thoughts and calls are found in a text: by the model's answer template; by the notation that an operator
+Decides how reasoning and calls are found in a text: by the model's answer template; by the notation that an operator
 chose, or that is all that is known; and by that of a grammar, where one guarantees calls. Knows no API.
 """
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from inflight.contracts.structured_output import StructuredOutput, Thoughts
+from inflight.contracts.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
@@ -30,19 +30,19 @@ class AnswerForm:
         make_reader: makes a reader for one text.
         structured_output: the form that the text must have, calls included; None: it is free.
         shows_special_tokens: whether marks are special tokens, so that the text must include special tokens.
-        thoughts: what the text may begin with, and where stop strings do not count; None: nothing that is known.
+        reasoning: what the text may begin with, and where stop strings do not count; None: nothing that is known.
     """
 
     make_reader: Callable[[], TemplateReader]
     structured_output: StructuredOutput | None
     shows_special_tokens: bool
-    thoughts: Thoughts | None
+    reasoning: Reasoning | None
 
     @property
     def sampling_options(self) -> dict[str, Any]:
         """The `SamplingParams` options that the request needs."""
         shown = {"skip_special_tokens": False} if self.shows_special_tokens else {}
-        return {"structured_output": self.structured_output, "thoughts": self.thoughts, **shown}
+        return {"structured_output": self.structured_output, "reasoning": self.reasoning, **shown}
 
 
 def answer_form(
@@ -61,7 +61,7 @@ def answer_form(
         prompt: the chat as text.
         chat_template: the request's own, instead of the tokenizer's.
         parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
-        thinking: limits the model's thoughts.
+        thinking: limits the model's reasoning.
 
     Raises:
         ApiError: this model cannot do it, or a schema is invalid.
@@ -76,16 +76,16 @@ def answer_form(
         names = [tool.function.name for tool in fields.callable_tools]
         options = {"is_parallel": fields.may_call_several, "is_guaranteed": is_guaranteed}
         make_reader, mark = partial(reading.reader, prompt, tools, names, **options), ""
-    elif reading.has_thoughts:
+    elif reading.has_reasoning:
         form, mark = content, reading.content_begin if content else ""
         make_reader = partial(reading.reader, prompt, None, ())
     else:
         return None
     return AnswerForm(
         make_reader,
-        _after_thoughts(form, reading, prompt, thinking, mark),
+        _after_reasoning(form, reading, prompt, thinking, mark),
         bool(reading.special_token_ids(tokenizer)),
-        reading.thoughts_first(prompt),
+        reading.leading_reasoning(prompt),
     )
 
 
@@ -115,22 +115,22 @@ def _with_calls(
     return reading, form, is_guaranteed
 
 
-def _after_thoughts(
+def _after_reasoning(
     form: StructuredOutput | None, template: AnswerTemplate, prompt: str, thinking: Thinking, mark: str = ""
 ) -> StructuredOutput | None:
-    """Return a form to which the model keeps after it has thought; None: free text, and thoughts of any length.
+    """Return a form that the model keeps to after its reasoning; None: free text, and reasoning of any length.
 
     Args:
         mark: what must stand before the text of this form.
     """
     if form is None and thinking.most_tokens is None:
         return None
-    thoughts = template.thoughts_first(prompt, thinking.most_tokens)
-    if thoughts is not None and mark:
-        thoughts = replace(thoughts, end=thoughts.end + mark, otherwise=mark)
+    reasoning = template.leading_reasoning(prompt, thinking.most_tokens)
+    if reasoning is not None and mark:
+        reasoning = replace(reasoning, end=reasoning.end + mark, otherwise=mark)
     if form is not None:
-        return replace(form, thoughts=thoughts)
-    return None if thoughts is None else StructuredOutput(thoughts=thoughts)
+        return replace(form, reasoning=reasoning)
+    return None if reasoning is None else StructuredOutput(reasoning=reasoning)
 
 
 def _check_free_choice(chat_template: str, *, is_known: bool) -> None:

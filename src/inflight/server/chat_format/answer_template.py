@@ -16,8 +16,8 @@ from weakref import WeakKeyDictionary
 import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.contracts.structured_output import Thoughts
-from inflight.server.chat_format.blocks import ThoughtBlock
+from inflight.contracts.structured_output import Reasoning
+from inflight.server.chat_format.blocks import ReasoningBlock
 from inflight.server.chat_format.call_text import CallText, SearchBudget
 from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of
 from inflight.server.chat_format.template_reader import TemplateReader
@@ -26,8 +26,8 @@ from inflight.text.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")
-"""The names of a field of thoughts; the first is the one that chat templates read."""
+REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
+"""The names of a field of reasoning; the first is the one that chat templates read."""
 CALLS = "tool_calls"
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 MOST_BEGUN = 2**14
@@ -62,9 +62,9 @@ class AnswerTemplate:
         self._special_token_ids: WeakKeyDictionary[Tokenizer, frozenset[int]] = WeakKeyDictionary()
 
     @property
-    def has_thoughts(self) -> bool:
+    def has_reasoning(self) -> bool:
         """Whether its models may think."""
-        return any(name in self._exact.fields for name in THOUGHTS)
+        return any(name in self._exact.fields for name in REASONING_FIELDS)
 
     @property
     def has_calls(self) -> bool:
@@ -83,7 +83,7 @@ class AnswerTemplate:
         return self._others[call_format]
 
     def special_token_ids(self, tokenizer: Tokenizer) -> frozenset[int]:
-        """The special tokens among the marks of thoughts, content and calls."""
+        """The special tokens among the marks of reasoning, content and calls."""
         if (known := self._special_token_ids.get(tokenizer)) is not None:
             return known
         marked = [(name, field) for name, field in self._exact.fields.items() if field.open_re is not None]
@@ -114,7 +114,7 @@ class AnswerTemplate:
         """Return a reader for one answer.
 
         Args:
-            prompt: the text that the answer continues; it may have begun the first thought.
+            prompt: the text that the answer continues; it may have begun the reasoning.
             tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
             names: the names of those that may be called; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
@@ -128,30 +128,30 @@ class AnswerTemplate:
         return TemplateReader(
             [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
-            thoughts=THOUGHTS,
+            reasoning=REASONING_FIELDS,
             calls=calls,
             budget=budget,
             new_call_id=lambda: new_call_id(None if form is None else form.call_id_length),
             is_parallel=is_parallel,
         )
 
-    def begins_with_a_thought(self, prompt: str) -> bool:
-        """Whether a prompt ends within a thought."""
+    def begins_in_reasoning(self, prompt: str) -> bool:
+        """Whether a prompt ends within reasoning."""
         grown = self.reader(prompt, None, ()).feed("x")  # where a next letter would belong
-        return bool(grown) and isinstance(grown[-1].block, ThoughtBlock)
+        return bool(grown) and isinstance(grown[-1].block, ReasoningBlock)
 
-    def thoughts_first(self, prompt: str, max_tokens: int | None = None) -> Thoughts | None:
+    def leading_reasoning(self, prompt: str, max_tokens: int | None = None) -> Reasoning | None:
         """What may come before that which a grammar asks for; None: nothing.
 
         Args:
             prompt: the text that the answer continues.
-            max_tokens: how many tokens a thought may have.
+            max_tokens: how many tokens reasoning may have.
         """
-        if not self.has_thoughts or (marks := self._marks) is None:
+        if not self.has_reasoning or (marks := self._marks) is None:
             return None
-        if self.begins_with_a_thought(prompt):
+        if self.begins_in_reasoning(prompt):
             return replace(marks, begin="", max_tokens=max_tokens)
-        if marks.end in self._begun(prompt):  # it has thought, or is not to
+        if marks.end in self._begun(prompt):  # it has reasoned, or is not to
             return None
         return replace(marks, max_tokens=max_tokens)
 
@@ -169,29 +169,29 @@ class AnswerTemplate:
         raise ApiError(400, message, code="unsupported_value")
 
     @property
-    def _marks(self) -> Thoughts | None:
-        """The marks around a thought; None: they are patterns."""
-        if self._family is not None and self._family.thoughts is not None:
-            return self._family.thoughts
-        field = next(field for name, field in self._exact.fields.items() if name in THOUGHTS)
+    def _marks(self) -> Reasoning | None:
+        """The marks around reasoning; None: they are patterns."""
+        if self._family is not None and self._family.reasoning is not None:
+            return self._family.reasoning
+        field = next(field for name, field in self._exact.fields.items() if name in REASONING_FIELDS)
         if not field.open_literals or not field.close_literals:
             return None
-        return Thoughts(begin=field.open_literals[0], end=field.close_literals[0])
+        return Reasoning(begin=field.open_literals[0], end=field.close_literals[0])
 
-    def empty_thought(self, prompt: str) -> str | None:
+    def empty_reasoning(self, prompt: str) -> str | None:
         """What to put behind a prompt so that the model does not think; None: that is not known."""
         if (marks := self._marks) is None or self.content_begin:
             return None
-        begin = "" if self.begins_with_a_thought(prompt) else f"{marks.begin}\n"
+        begin = "" if self.begins_in_reasoning(prompt) else f"{marks.begin}\n"
         return f"{begin}\n{marks.end}\n\n"
 
     def _begun(self, prompt: str) -> str:
         """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
-        is at most the mark of a thought."""
+        is at most the mark of reasoning."""
         if anchors := SearchBudget().search("start_anchor", self._exact.start_anchor_re.finditer, prompt):
             return prompt[anchors[-1].end() :][-MOST_BEGUN:]
         end = prompt.rstrip()
-        for name in THOUGHTS:
+        for name in REASONING_FIELDS:
             field = self._exact.fields.get(name)
             for mark in (field.open_literals or ()) if field is not None else ():
                 if end.endswith(mark):
@@ -207,7 +207,7 @@ def new_call_id(length: int | None) -> str:
 
 
 PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
-"""An answer without thoughts and calls."""
+"""An answer without reasoning and calls."""
 
 
 def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:
@@ -244,6 +244,8 @@ def _template_of_family(chat_template: str) -> AnswerTemplate | None:
     if (family := family_of(chat_template)) is None or family.template is None:
         return None
     fields = family.template["fields"]
-    if "open" in (thoughts := fields[THOUGHTS[0]]) and thoughts["open"] not in chat_template:
-        fields = {field: written for field, written in fields.items() if field != THOUGHTS[0]}  # it does not think
+    if "open" in (reasoning := fields[REASONING_FIELDS[0]]) and reasoning["open"] not in chat_template:
+        fields = {
+            field: written for field, written in fields.items() if field != REASONING_FIELDS[0]
+        }  # it does not think
     return AnswerTemplate({**family.template, "fields": fields}, family)

@@ -1,4 +1,4 @@
-"""`Blocks`: an answer as thoughts, texts and tool calls in order, as in Anthropic's messages and OpenAI's responses.
+"""`Blocks`: an answer as reasoning, texts and tool calls in order, as in Anthropic's messages and OpenAI's responses.
 
 Decides where one block ends and the next begins. Knows no transport.
 """
@@ -24,7 +24,7 @@ class TextBlock(_Block):
     """A text; `key` is unique to the block."""
 
 
-class ThoughtBlock(_Block):
+class ReasoningBlock(_Block):
     """Reasoning; `key` is unique to the block."""
 
 
@@ -38,10 +38,10 @@ class CallBlock:
     key: str = field(default_factory=_new_key)
 
 
-Block: TypeAlias = TextBlock | ThoughtBlock | CallBlock
+Block: TypeAlias = TextBlock | ReasoningBlock | CallBlock
 
 
-class Growth(NamedTuple):
+class BlockDelta(NamedTuple):
     """What was added to the last block: text, or a part of its arguments. A new block ends those before it."""
 
     number: int
@@ -59,7 +59,7 @@ class Blocks:
 
     def __init__(self) -> None:
         self.blocks: list[Block] = []
-        self._grown: list[Growth] = []
+        self._grown: list[BlockDelta] = []
 
     @property
     def num_calls(self) -> int:
@@ -69,16 +69,16 @@ class Blocks:
         """How many of the blocks before this one are calls."""
         return sum(isinstance(block, CallBlock) for block in self.blocks[:number])
 
-    def text_of(self, kind: type[TextBlock | ThoughtBlock]) -> str:
+    def text_of(self, kind: type[TextBlock | ReasoningBlock]) -> str:
         """The text of all blocks of a kind."""
         return "".join(block.text for block in self.blocks if isinstance(block, kind))
 
-    def num_thought_tokens(self, tokenizer: Tokenizer) -> int:
+    def num_reasoning_tokens(self, tokenizer: Tokenizer) -> int:
         """How many tokens the reasoning has, which is encoded once more to count them."""
-        texts = [block.text for block in self.blocks if isinstance(block, ThoughtBlock)]
+        texts = [block.text for block in self.blocks if isinstance(block, ReasoningBlock)]
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 
-    def feed(self, text: str, *, is_last: bool = False) -> list[Growth]:
+    def feed(self, text: str, *, is_last: bool = False) -> list[BlockDelta]:
         """Add `text` to the answer and return how its blocks grew. A finished answer has at least one block."""
         self._take(text, is_last)
         if is_last and not self.blocks:
@@ -90,10 +90,10 @@ class Blocks:
         if text:
             self._add(TextBlock, text)
 
-    def _add(self, kind: type[TextBlock | ThoughtBlock], text: str) -> None:
+    def _add(self, kind: type[TextBlock | ReasoningBlock], text: str) -> None:
         last = self.blocks[-1] if self.blocks else None
         if is_new := not isinstance(last, kind):
             last = kind()
             self.blocks.append(last)
         last.text += text
-        self._grown.append(Growth(len(self.blocks) - 1, last, text, is_new))
+        self._grown.append(BlockDelta(len(self.blocks) - 1, last, text, is_new))

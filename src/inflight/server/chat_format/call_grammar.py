@@ -99,7 +99,7 @@ def calls_grammar(
 
 def _free_text(begin: str, first: str | int, repeated: str) -> list[str]:
     """Return rules for any text up to a marker. If the marker begins with a token, the text may contain any other token
-    (such as those around thoughts)."""
+    (such as those around reasoning)."""
     if isinstance(first, str):
         rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
     else:

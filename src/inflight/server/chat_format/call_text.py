@@ -258,11 +258,11 @@ def _as_json(text: str, string_delims: Sequence[Sequence[str]]) -> str:
     alternatives = [r'"(?:[^"\\]|\\.)*+"', r'(?P<before>[{,]\s*)(?P<key>[^\s"{}\[\]:,][^"{}\[\]:,]*?)\s*:']
     for begin, end in string_delims:
         begin, end = regex.escape(begin), regex.escape(end)
-        alternatives += [rf"{begin}(?P<string>.*?){end}(?=\s*(?:[,:}}\]]|\Z))", f"(?P<torn>{begin})"]
+        alternatives += [rf"{begin}(?P<string>.*?){end}(?=\s*(?:[,:}}\]]|\Z))", f"(?P<unclosed>{begin})"]
 
     def written(match: Any) -> str:
         found = match.groupdict()
-        if found.get("torn") is not None:
+        if found.get("unclosed") is not None:
             raise ValueError("a string has no end")
         if found.get("string") is not None:
             return json.dumps(found["string"])

@@ -1,4 +1,4 @@
-"""`write_chat`: a conversation becomes the text that the model reads, by its chat template.
+"""`render_chat`: a conversation becomes the text that the model reads, by its chat template.
 
 `Thinking` is what the request says about reasoning. `forms_of` changes a history that the template refuses; one that it
 takes stays as it was sent, so that the text of earlier turns does not change and is found in the prefix cache. Knows no
@@ -12,7 +12,7 @@ from itertools import product
 from typing import Any, TypeAlias
 
 from inflight.contracts.errors import InvalidRequestError
-from inflight.entrypoints.inputs import written_chat
+from inflight.entrypoints.inputs import rendered_chat
 from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import READING
@@ -38,7 +38,7 @@ class Thinking:
     Attributes:
         is_wanted: whether the model is to think; None: as its chat template has it.
         effort: how much, in the model's own words, such as "low"; None: as its chat template has it.
-        most_tokens: how many tokens a thought may have, where its marks are known; None: any number.
+        most_tokens: how many tokens reasoning may have, where its marks are known; None: any number.
         param: the request's field, for error messages.
     """
 
@@ -65,7 +65,7 @@ AS_THE_MODEL_WANTS = Thinking()
 
 def thinking_of(effort: str | None, param: str, budget: int | None) -> Thinking:
     """Return what OpenAI's word for an effort means ("none": the model is not to think), and vLLM's
-    `thinking_token_budget`: the most tokens of a thought; 0: the model is not to think."""
+    `thinking_token_budget`: the most tokens of reasoning; 0: the model is not to think."""
     if budget == 0:
         return Thinking(is_wanted=False, param="thinking_token_budget")
     if effort is None and budget is None:
@@ -129,7 +129,7 @@ def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
             return
 
 
-def write_chat(
+def render_chat(
     chat: Mapping[str, Any], tokenizer: Tokenizer | None, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
 ) -> str:
     """Return a chat as its chat template writes it; a history that the template refuses, in the next of `forms_of`
@@ -156,18 +156,18 @@ def write_chat(
 
 
 def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
-    """Return the text. If the model is not to think, and its template cannot be told so, an empty thought follows."""
+    """Return the text. If the model is not to think, and its template cannot be told so, empty reasoning follows."""
     if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
-        return written_chat(chat, tokenizer)
+        return rendered_chat(chat, tokenizer)
     template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
     variables = thinking.variables(template)
-    text = written_chat(
+    text = rendered_chat(
         {**chat, "chat_template_kwargs": {**variables, **chat.get("chat_template_kwargs", {})}}, tokenizer
     )
     known = answer_template_of(tokenizer, template)
-    if variables or thinking.is_wanted is not False or known is None or not known.has_thoughts:
+    if variables or thinking.is_wanted is not False or known is None or not known.has_reasoning:
         return text
-    if (empty := known.empty_thought(text)) is None:
+    if (empty := known.empty_reasoning(text)) is None:
         message = f"{thinking.param} says that this model is not to think, and there is no way to tell it"
         raise ApiError(400, message, param=thinking.param, code="unsupported_value")
     return text + empty

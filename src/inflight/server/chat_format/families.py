@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from inflight.contracts.structured_output import Thoughts
+from inflight.contracts.structured_output import Reasoning
 
 ResponseTemplate: TypeAlias = Mapping[str, Any]
 """See `transformers.utils.chat_parsing`."""
@@ -88,7 +88,7 @@ class Family:
         marks: the chat templates of the family contain at least one text of each of these.
         template: how answers are written; None: only the calls have a notation of their own.
         calls: how calls are written, for grammars.
-        thoughts: the marks around a thought that something else must follow; None: those of the template.
+        reasoning: the marks around reasoning that something else must follow; None: those of the template.
         content_begin: the mark before content.
     """
 
@@ -96,7 +96,7 @@ class Family:
     marks: Sequence[Sequence[str]]
     template: ResponseTemplate | None
     calls: CallFormat | None = None
-    thoughts: Thoughts | None = None
+    reasoning: Reasoning | None = None
     content_begin: str = ""
 
     def has(self, chat_template: str) -> bool:
@@ -104,8 +104,8 @@ class Family:
         return all(any(mark in chat_template for mark in marks) for marks in self.marks)
 
 
-def _answers(anchor: str | list[str], thoughts: Field, calls: Field, content: Field | None = None) -> ResponseTemplate:
-    fields = {"reasoning_content": thoughts, "tool_calls": {**calls, "repeats": True}, "content": content or {}}
+def _answers(anchor: str | list[str], reasoning: Field, calls: Field, content: Field | None = None) -> ResponseTemplate:
+    fields = {"reasoning_content": reasoning, "tool_calls": {**calls, "repeats": True}, "content": content or {}}
     return {"start_anchor": anchor, "fields": fields}
 
 
@@ -142,7 +142,7 @@ HARMONY = Family(
         head="{name} <|constrain|>json<|message|>",
         between_groups=None,
     ),
-    thoughts=Thoughts(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
+    reasoning=Reasoning(begin="<|channel|>analysis<|message|>", end="<|end|><|start|>assistant"),
     content_begin="<|channel|>final<|message|>",
 )
 

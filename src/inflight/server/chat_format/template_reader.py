@@ -1,14 +1,14 @@
-"""`TemplateReader`: divides a text into thoughts, content and tool calls by a response template.
+"""`TemplateReader`: divides a text into reasoning, content and tool calls by a response template.
 
-Decides what white space belongs to: there is none at the edges of a thought, before a call, and at the end of an answer
+Decides what white space belongs to: there is none at the edges of reasoning, before a call, and at the end of an answer
 that is more than plain content. A call is reported when it is certain where it ends: until then it may turn out not to
 be one, and then its text is content, marks included. If a grammar guarantees calls, their arguments are reported as
 they come. JSON says itself where it ends. In other notations a value may contain what looks like the end, so such a
 call waits for the next one, or for the end of the text: a closing mark in between that belongs to nothing says that the
 value goes on.
 
-A thought that is never closed ends where a call begins. That is certain at the end of the text only, so what follows in
-the thought waits as long as it may be a call.
+Reasoning that is never closed ends where a call begins. That is certain at the end of the text only, so what follows in
+the reasoning waits as long as it may be a call.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from typing import Any
 import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.server.chat_format.blocks import Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.call_text import Calls, CallText, ObjectScanner, SearchBudget
 
 FIRST_OBJECT = regex.compile(r"\s*+(?P<list>\[\s*+)?+\{")
@@ -26,7 +26,7 @@ NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
 BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
 
 MOST_TRIED = 64
-"""Marks of calls at which a thought that was not closed may end: each costs time that grows with the text."""
+"""Marks of calls at which reasoning that was not closed may end: each costs time that grows with the text."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -40,7 +40,7 @@ class _Call:
         is_none: whether the last object of JSON is no call.
         is_streamed: whether the object is certain to be a call, so that its arguments are reported as they come.
         searched: up to where closing marks were looked for.
-        searched_in_thought: up to where the end of the thought that it is in was looked for.
+        searched_in_reasoning: up to where the end of the reasoning that it is in was looked for.
         scanned: up to where `scanner` has seen the object.
         first: the first closing mark.
         last: the one that leaves a well-formed call, so far.
@@ -55,7 +55,7 @@ class _Call:
     is_none: bool = False
     is_streamed: bool = False
     searched: int = 0
-    searched_in_thought: int = 0
+    searched_in_reasoning: int = 0
     scanned: int = 0
     scanner: ObjectScanner = dataclasses.field(default_factory=ObjectScanner)
     first: Any = None
@@ -65,7 +65,7 @@ class _Call:
     end: tuple[Calls | None, int] | None = None
 
     def __post_init__(self) -> None:
-        self.searched = self.searched_in_thought = self.scanned = self.behind
+        self.searched = self.searched_in_reasoning = self.scanned = self.behind
 
 
 class TemplateReader(Blocks):
@@ -74,7 +74,7 @@ class TemplateReader(Blocks):
     Args:
         fields: what there may be, and the marks around it.
         begun: the part of the answer that the prompt has already; nothing of it is reported.
-        thoughts: the names of fields of thoughts. All others but that of calls are content.
+        reasoning: the names of fields of reasoning. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
         budget: the time for searches.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
@@ -85,20 +85,20 @@ class TemplateReader(Blocks):
         fields: Sequence[hf.ResponseTemplateField],
         begun: str,
         *,
-        thoughts: Collection[str],
+        reasoning: Collection[str],
         calls: CallText | None,
         budget: SearchBudget,
         new_call_id: Callable[[], str],
         is_parallel: bool = True,
     ) -> None:
         super().__init__()
-        self._thoughts, self._calls, self._budget = thoughts, calls, budget
+        self._reasoning, self._calls, self._budget = reasoning, calls, budget
         self._new_call_id, self._is_parallel = new_call_id, is_parallel
         self._fields = fields
         self._implicit = next((field for field in fields if field.open_re is None), None)
         self._field = self._implicit  # of the text that comes now; None: it is dropped
         self._call: _Call | None = None
-        self._num_tried = 0  # calls at the end of the text that are none, within a thought
+        self._num_tried = 0  # calls at the end of the text that are none, within reasoning
         self._text, self._num_begun = begun, len(begun)
         self._position = 0  # up to which the text was reported
         self._drops_space = False  # whether white space that comes now is not reported
@@ -106,7 +106,7 @@ class TemplateReader(Blocks):
         self._is_new = True  # whether the present field has no text yet
         self._last: Any = None  # the field of the text that was reported last
         self._is_plain = True  # whether nothing but content was reported
-        self._is_first = True  # whether nothing but thoughts was
+        self._is_first = True  # whether nothing but reasoning was
         self._is_dropped = False  # whether the present call is one too many
         self._read(is_last=False)
         self.blocks, self._grown = [], []
@@ -120,7 +120,7 @@ class TemplateReader(Blocks):
         if not is_last:
             return
         self._read(is_last=True)
-        if self._is_in_thought:
+        if self._is_in_reasoning:
             self._held = ""
         rest = self._text[self._num_begun :]
         if self._is_plain and self._held:
@@ -135,8 +135,8 @@ class TemplateReader(Blocks):
             pass
 
     @property
-    def _is_in_thought(self) -> bool:
-        return self._field is not None and self._field.name in self._thoughts
+    def _is_in_reasoning(self) -> bool:
+        return self._field is not None and self._field.name in self._reasoning
 
     def _read_mark(self, is_last: bool) -> bool:
         """Tell the text up to the next mark, or to where one may begin; return whether there was one."""
@@ -168,7 +168,7 @@ class TemplateReader(Blocks):
         if field is not None and field.close_re is not None:
             yield field, False
         for each in self._fields:
-            is_call = self._calls is not None and each is self._calls.field and self._is_in_thought
+            is_call = self._calls is not None and each is self._calls.field and self._is_in_reasoning
             if each.open_re is not None and (field is self._implicit or is_call):
                 yield each, True
 
@@ -179,7 +179,7 @@ class TemplateReader(Blocks):
         pattern, literals, may_grow = field.close_re, field.close_literals, field.close_literal_can_extend
         if is_opening:
             pattern, literals, may_grow = field.open_re, field.open_literals, field.open_literal_can_extend
-            if self._calls is not None and field is self._calls.field and self._is_first and not self._is_in_thought:
+            if self._calls is not None and field is self._calls.field and self._is_first and not self._is_in_reasoning:
                 pattern = self._calls.open_first
         if pattern is None:
             return None, len(self._text)
@@ -193,9 +193,9 @@ class TemplateReader(Blocks):
 
     def _move(self, position: int, field: hf.ResponseTemplateField | None) -> None:
         """Begin a field's text behind a mark."""
-        was_in_thought, self._field = self._is_in_thought, field
+        was_in_reasoning, self._field = self._is_in_reasoning, field
         self._position, self._is_new = position, True
-        if was_in_thought or self._is_in_thought:
+        if was_in_reasoning or self._is_in_reasoning:
             self._drops_space, self._held = True, ""
 
     # ------------------------------------------------------------------------------------- calls
@@ -203,7 +203,7 @@ class TemplateReader(Blocks):
     def _read_call(self, call: _Call, is_last: bool) -> bool:
         """Look for the end of a call; return whether it is certain what comes next."""
         assert self._calls is not None
-        if not self._is_in_thought:
+        if not self._is_in_reasoning:
             if self._calls.is_json:
                 return self._read_objects(call, self._calls, is_last)
             if (end := self._end_of(call, self._calls, is_last)) is not None:
@@ -211,7 +211,7 @@ class TemplateReader(Blocks):
                 self._end_calls(*end)
             return end is not None
         assert self._field is not None
-        close, call.searched_in_thought = self._find(self._field, call.searched_in_thought, is_last)
+        close, call.searched_in_reasoning = self._find(self._field, call.searched_in_reasoning, is_last)
         if close is not None:
             self._call = None
             self._tell(close.start())
@@ -225,7 +225,7 @@ class TemplateReader(Blocks):
         if call.end[0] is None:
             self._num_tried += is_last
             self._tell(call.mark.end() if self._num_tried < MOST_TRIED else len(self._text))
-        else:  # the thought was not closed
+        else:  # the reasoning was not closed
             self._tell(call.mark.start())
             self._move(call.mark.start(), self._implicit)
         return True
@@ -270,7 +270,7 @@ class TemplateReader(Blocks):
         if begun.partial:
             return None
         begin, call.is_list = begun.end() - 1, call.is_list or (is_first and begun["list"] is not None)
-        if not self._is_in_thought and begin >= self._num_begun:
+        if not self._is_in_reasoning and begin >= self._num_begun:
             for head, name in form.heads.items():
                 given = text[begin : begin + len(head)]
                 if given == head:
@@ -348,9 +348,9 @@ class TemplateReader(Blocks):
         if self._is_new and field is not None and field is self._last and field.join:
             shown = field.join + shown
         self._is_new, self._last = False, field
-        is_thought = field is not None and field.name in self._thoughts
-        self._is_plain, self._is_first = self._is_plain and not is_thought, self._is_first and is_thought
-        self._add(ThoughtBlock if is_thought else TextBlock, shown)
+        is_reasoning = field is not None and field.name in self._reasoning
+        self._is_plain, self._is_first = self._is_plain and not is_reasoning, self._is_first and is_reasoning
+        self._add(ReasoningBlock if is_reasoning else TextBlock, shown)
 
     def _end_calls(self, calls: Calls | None, end: int) -> None:
         begin, self._position = max(self._position, self._num_begun), end
@@ -368,11 +368,11 @@ class TemplateReader(Blocks):
         if not self._is_dropped:
             call = CallBlock(self._new_call_id(), name)
             self.blocks.append(call)
-            self._grown.append(Growth(len(self.blocks) - 1, call, "", is_new=True))
+            self._grown.append(BlockDelta(len(self.blocks) - 1, call, "", is_new=True))
 
     def _give_arguments(self, text: str) -> None:
         if text and not self._is_dropped:
             call = self.blocks[-1]
             assert isinstance(call, CallBlock)
             call.arguments += text
-            self._grown.append(Growth(len(self.blocks) - 1, call, text, is_new=False))
+            self._grown.append(BlockDelta(len(self.blocks) - 1, call, text, is_new=False))

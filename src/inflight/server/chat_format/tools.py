@@ -108,7 +108,7 @@ class ToolFields(StrictModel):
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
-    def told_tools(self) -> dict[str, Any]:
+    def template_tools(self) -> dict[str, Any]:
         """The part of a prompt that has them; empty without any."""
         tools = [tool.for_template() for tool in self.usable_tools]
         return {"tools": tools} if tools else {}
@@ -163,7 +163,7 @@ def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[st
 
 
 def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return a chat's messages; the assistant's consecutive calls, the text before them, and the thought before all
+    """Return a chat's messages; the assistant's consecutive calls, the text before them, and the reasoning before all
     become one message."""
     joined: list[dict[str, Any]] = []
     for message in messages:
@@ -171,8 +171,8 @@ def with_calls_joined(messages: Iterable[Mapping[str, Any]]) -> list[dict[str, A
         if last is not None and "tool_calls" in message:
             joined[-1] = {**last, "tool_calls": [*last.get("tool_calls", ()), *message["tool_calls"]]}
         elif last is not None and last.keys() == {"role", "content", "reasoning_content"} and not last["content"]:
-            thoughts = (last["reasoning_content"], message.get("reasoning_content"))
-            joined[-1] = {**message, "reasoning_content": "\n\n".join(filter(None, thoughts))}
+            reasoning = (last["reasoning_content"], message.get("reasoning_content"))
+            joined[-1] = {**message, "reasoning_content": "\n\n".join(filter(None, reasoning))}
         else:
             joined.append(dict(message))
     return joined

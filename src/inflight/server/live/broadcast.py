@@ -49,7 +49,7 @@ class Broadcast:
         self._interval = interval
         self._looking: asyncio.Task[None] | None = None
         self._num_readers = 0
-        self._news = asyncio.Event()
+        self._changed = asyncio.Event()
         self._message = b""
         self._states: dict[int, LiveState] = {}
         self._blocks: dict[int, bytes] = {}
@@ -69,8 +69,8 @@ class Broadcast:
             yield self._whole()
         try:
             while True:
-                news = self._news
-                await news.wait()
+                changed = self._changed
+                await changed.wait()
                 if self._looking is None or self._is_ending():
                     break
                 yield self._message
@@ -104,8 +104,8 @@ class Broadcast:
                 self._tell()
 
     def _tell(self) -> None:
-        news, self._news = self._news, asyncio.Event()
-        news.set()
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
 
     def _whole(self) -> bytes:
         """The message for a page that has just come: it has not seen the blocks."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.contracts.record import RecordTo
-from inflight.engine.replicas.looking import recording_of
+from inflight.engine.replicas.live_states import recording_of
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.live.broadcast import Broadcast
 from inflight.server.live.history import LoadHistory

@@ -56,7 +56,7 @@ class LivePage:
 
 
 class ModelLoad:
-    """Loads one model, any number of times; see `pool.Load`.
+    """Loads one model, any number of times; see `pool.ModelLoader`.
 
     Args:
         make: begins to start its engine. It takes a while.
@@ -84,7 +84,7 @@ class ModelLoad:
 
     @asynccontextmanager
     async def __call__(self, lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
-        """See `pool.Load`."""
+        """See `pool.ModelLoader`."""
         llm = self._llm = await _made(self._make)
         is_loaded = False
 

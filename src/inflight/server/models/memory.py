@@ -1,4 +1,4 @@
-"""What a model takes of the machine's memory: a guess before it is loaded, and what is known after that.
+"""How much memory a model takes: an estimate before it is loaded, a measurement after.
 
 An engine has weights, a cache of keys and values, and itself (docs/guides/memory.md). A cache counts whole, as it grows
 to its limit. A draft model does not count.

@@ -15,10 +15,10 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.batches.batch import Batch
+from inflight.server.models.load_scheduler import State
 from inflight.server.models.loading import ModelLoad, ServedModel
-from inflight.server.models.pool import Load, ModelPool
-from inflight.server.models.roster import State
-from inflight.server.operations.collectors import BatchMetrics, Together
+from inflight.server.models.pool import ModelLoader, ModelPool
+from inflight.server.operations.collectors import BatchMetrics, MergedCollector
 from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
 from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import RequestObserver
@@ -36,7 +36,7 @@ class PoolMetrics(Middleware, RequestObserver):
 
     def __init__(self, loads: Mapping[str, ModelLoad]) -> None:
         self._loads = loads
-        self.of = {name: _metrics(name, load) for name, load in loads.items()}
+        self.by_model = {name: _metrics(name, load) for name, load in loads.items()}
         self._registry = CollectorRegistry()
         self._http_requests = http_requests(self._registry)
         self._batches = BatchMetrics(NO_MODEL, self._registry)
@@ -45,9 +45,9 @@ class PoolMetrics(Middleware, RequestObserver):
         """Report what a pool does."""
         self._registry.register(Loads(pool))
 
-    def counted(self, name: str, load: Load[ServedModel]) -> Load[ServedModel]:
+    def counted(self, name: str, load: ModelLoader[ServedModel]) -> ModelLoader[ServedModel]:
         """A load whose engines are counted: each from its start, and to its end."""
-        metrics = self.of[name]
+        metrics = self.by_model[name]
 
         @asynccontextmanager
         async def counted_load(lose: Callable[[Exception], None]) -> AsyncIterator[ServedModel]:
@@ -72,14 +72,14 @@ class PoolMetrics(Middleware, RequestObserver):
     def _count_answer(self, scope: Scope, status: int) -> None:
         name = model_of(scope)
         if name is not None:
-            self.of[name].count_answer(scope, status)
+            self.by_model[name].count_answer(scope, status)
         else:
             self._http_requests.labels(NO_MODEL, *request_labels(scope), str(status)).inc()
 
     async def endpoint(self, request: Request) -> Response:
         """Answer `/metrics`."""
-        await asyncio.gather(*(self.of[name].update() for name, load in self._loads.items() if load.is_running))
-        together = Together([PROCESS, self._registry, *(metrics.registry for metrics in self.of.values())])
+        await asyncio.gather(*(self.by_model[name].update() for name, load in self._loads.items() if load.is_running))
+        together = MergedCollector([PROCESS, self._registry, *(metrics.registry for metrics in self.by_model.values())])
         return Response(generate_latest(together), media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 

@@ -1,4 +1,4 @@
-"""`ModelPool`: the models of a server; loads and unloads them as `Roster` decides. Knows neither HTTP nor engines.
+"""`ModelPool`: loads and unloads a server's models as `LoadScheduler` decides. Knows neither HTTP nor engines.
 
 Everything runs in one event loop. Each model that is in memory has a task, from its load to its end.
 """
@@ -13,7 +13,7 @@ from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
 from inflight.contracts.errors import ModelError
-from inflight.server.models.roster import Entry, Roster
+from inflight.server.models.load_scheduler import Entry, LoadScheduler
 
 logger = logging.getLogger("inflight.server")
 
@@ -30,7 +30,7 @@ M = TypeVar("M", bound=InMemory)
 M_co = TypeVar("M_co", bound=InMemory, covariant=True)
 
 
-class Load(Protocol[M_co]):
+class ModelLoader(Protocol[M_co]):
     """Loads a model as the block begins, and unloads it as it ends."""
 
     def __call__(self, lose: Callable[[Exception], None]) -> AbstractAsyncContextManager[M_co]:
@@ -101,8 +101,8 @@ class ModelPool(Generic[M]):
 
     def __init__(
         self,
-        loads: Mapping[str, Load[M]],
-        roster: Roster,
+        loads: Mapping[str, ModelLoader[M]],
+        scheduler: LoadScheduler,
         clock: Callable[[], float] = time.monotonic,
         call_later: Callable[[float, Callable[[], None]], asyncio.TimerHandle] | None = None,
         adapters: Mapping[str, str] | None = None,
@@ -110,7 +110,7 @@ class ModelPool(Generic[M]):
         self.num_loads, self.num_failures, self.num_unloads = (dict.fromkeys(loads, 0) for _ in range(3))
         self.load_seconds: dict[str, float] = {}
         self.adapters: Mapping[str, str] = adapters or {}
-        self._loads, self._roster = loads, roster
+        self._loads, self._scheduler = loads, scheduler
         self._clock, self._call_later = clock, call_later
         self._waiting: dict[int, asyncio.Future[M]] = {}
         self._models: dict[str, M] = {}
@@ -127,7 +127,7 @@ class ModelPool(Generic[M]):
 
     def entry(self, name: str) -> Entry:
         """What is known of a model."""
-        return self._roster[name]
+        return self._scheduler[name]
 
     def loaded(self) -> dict[str, M]:
         """The models that are loaded now, by their names."""
@@ -143,7 +143,7 @@ class ModelPool(Generic[M]):
         if self._timer is not None:
             self._timer.cancel()
         for name, life in self._lives.items():
-            if self._roster[name].state == "loading":
+            if self._scheduler[name].state == "loading":
                 life.cancel()
             self._ends[name].set()
         if self._lives:
@@ -153,17 +153,17 @@ class ModelPool(Generic[M]):
 
     def _join(self, name: str, admitted: "asyncio.Future[M]") -> int:
         now = self._clock()
-        failure = self._roster.failure(name, now)
+        failure = self._scheduler.failure(name, now)
         if failure is not None:
             raise UnavailableError(failure.error, failure.retry_time - now)
-        ticket = self._roster.ask(name)
+        ticket = self._scheduler.ask(name)
         self._waiting[ticket] = admitted
         self._decide()
         return ticket
 
     def _leave(self, ticket: int) -> None:
         self._waiting.pop(ticket, None)
-        self._roster.leave(ticket, self._clock())
+        self._scheduler.leave(ticket, self._clock())
         self._decide()
 
     # ------------------------------------------------------------------------------------- decisions
@@ -171,9 +171,9 @@ class ModelPool(Generic[M]):
     def _decide(self) -> None:
         if self._is_closed:
             return
-        decision = self._roster.decide(self._clock())
+        decision = self._scheduler.decide(self._clock())
         for ticket in decision.admitted:
-            self._waiting.pop(ticket).set_result(self._models[self._roster.model_of(ticket)])
+            self._waiting.pop(ticket).set_result(self._models[self._scheduler.model_of(ticket)])
         for name in decision.load:
             self._ends[name] = asyncio.Event()
             self._lives[name] = asyncio.create_task(self._live(name), context=Context())  # no request's
@@ -185,7 +185,7 @@ class ModelPool(Generic[M]):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        when = self._roster.next_time()
+        when = self._scheduler.next_time()
         if when is not None:
             call_later = self._call_later or asyncio.get_running_loop().call_later
             self._timer = call_later(max(0.0, when - self._clock()), self._decide)
@@ -199,32 +199,32 @@ class ModelPool(Generic[M]):
                 self.load_seconds[name] = time.monotonic() - start_time
                 logger.info("%s was loaded in %.1f s", name, self.load_seconds[name])
                 self._models[name] = model
-                self._roster.loaded(name, model.num_bytes, self._clock())
+                self._scheduler.loaded(name, model.num_bytes, self._clock())
                 self._decide()
                 await self._ends[name].wait()
                 del self._models[name]
                 logger.info("unloading %s", name)
         except Exception as error:
-            if self._roster[name].state == "loading":
+            if self._scheduler[name].state == "loading":
                 self._fail(name, error)
             else:
                 logger.exception("%s was not unloaded properly", name)
         finally:
             self._models.pop(name, None)
             del self._lives[name], self._ends[name]
-        if self._roster[name].state == "unloading":
+        if self._scheduler[name].state == "unloading":
             self.num_unloads[name] += 1
-            self._roster.unloaded(name)
+            self._scheduler.unloaded(name)
         self._decide()
 
     def _fail(self, name: str, error: Exception) -> None:
         logger.error("%s cannot be loaded: %s", name, error)
         self.num_failures[name] += 1
         told = error if isinstance(error, ModelError) else ModelError(str(error))
-        for ticket in self._roster.failed(name, told, self._clock()):
+        for ticket in self._scheduler.failed(name, told, self._clock()):
             self._waiting.pop(ticket).set_exception(told)
 
     def _lose(self, name: str, error: Exception) -> None:
         logger.error("%s is lost; the next request for it loads it again: %s", name, error)
-        self._roster.lost(name, error, self._clock())
+        self._scheduler.lost(name, error, self._clock())
         self._decide()

@@ -61,12 +61,12 @@ class ModelRoute(APIRoute):
                 name, streams = await off_loop(len(body), lambda: read_choice(body))
             model_name = chosen(pool, name)
             request.scope.setdefault("state", {})[MODEL] = model_name
-            return _HandedOn(pool, model_name, body, settings_of(request), streams=streams and may_stream)
+            return _ForwardedResponse(pool, model_name, body, settings_of(request), streams=streams and may_stream)
 
         return hand_on
 
 
-class _HandedOn(Response):
+class _ForwardedResponse(Response):
     """The answer of a model's application.
 
     Args:
@@ -149,7 +149,7 @@ class _EarlyStream:
 
 
 def _answer_to(error: ApiError | ModelError) -> ApiError:
-    answer = ApiError.of(error)
+    answer = ApiError.from_exception(error)
     if isinstance(error, UnavailableError):
         answer.headers["Retry-After"] = str(math.ceil(error.seconds))
     return answer
@@ -193,7 +193,7 @@ class PoolAnswerer:
         except ApiError as error:
             return error.status, OPENAI_ERRORS.body(error, {})
         except ModelError as error:
-            answer = ApiError.of(error)
+            answer = ApiError.from_exception(error)
             return answer.status if isinstance(error, UnavailableError) else FAILED, OPENAI_ERRORS.body(answer, {})
 
 

@@ -14,11 +14,11 @@ from inflight.execution.hf.source import model_source
 from inflight.host.machine import free_memory
 from inflight.server.models.app import create_models_app
 from inflight.server.models.live_page import add_live_pages
+from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.loading import LivePage, ModelLoad
 from inflight.server.models.memory import bytes_before_load, cache_limit
 from inflight.server.models.metrics import PoolMetrics
 from inflight.server.models.pool import ModelPool
-from inflight.server.models.roster import Roster
 from inflight.server.models.settings import PoolSettings
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
@@ -55,7 +55,10 @@ class ServedModels:
         page: LivePage | None = None,
     ) -> None:
         own = {name: models.own_options.get(name, {}) for name in models.models}
-        engines = {name: _Engines.of({**options, **_without(OF_ANSWERS, own[name])}, models.num_loaded) for name in own}
+        engines = {
+            name: _Engines.from_options({**options, **_without(OF_ANSWERS, own[name])}, models.num_loaded)
+            for name in own
+        }
         self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
         self._num_slots = max(each.num_slots for each in engines.values()) * models.num_loaded
         self._loads = {
@@ -69,11 +72,11 @@ class ServedModels:
         }
         self.metrics = PoolMetrics(self._loads)
         for name in set(models.adapters.values()):
-            self.metrics.of[name].describe_adapters(engines[name].num_slots, of_several_models=True)
+            self.metrics.by_model[name].describe_adapters(engines[name].num_slots, of_several_models=True)
         self.observers: dict[str, list[RequestObserver]] = {}
         for name, load in self._loads.items():
             self.observers[name] = load.observer.observers
-            self.observers[name].append(self.metrics.of[name])
+            self.observers[name].append(self.metrics.by_model[name])
         num_bytes = {
             name: bytes_before_load(
                 str(model_source(source)), engines[name].cache_bytes or 0, engines[name].num_replicas
@@ -83,7 +86,7 @@ class ServedModels:
         max_bytes = free_memory() if models.max_loaded_memory is None else models.max_loaded_memory
         self.pool = ModelPool(
             {name: self.metrics.counted(name, load) for name, load in self._loads.items()},
-            Roster(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
+            LoadScheduler(num_bytes, models.num_loaded, max_bytes, models.idle_unload),
             adapters=models.adapters,
         )
         self.metrics.watch(self.pool)
@@ -122,7 +125,7 @@ class _Engines:
     cache_bytes: int | None
 
     @classmethod
-    def of(cls, options: Mapping[str, Any], num_loaded: int) -> "_Engines":
+    def from_options(cls, options: Mapping[str, Any], num_loaded: int) -> "_Engines":
         """Those of one model, where this many may be loaded at once. Raises `ValueError`."""
         config = engine_config(_without(NOT_OF_CONFIG, options), "AsyncLLM")
         num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)

@@ -11,7 +11,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import StrictModel
 
 
-class LoadRequest(StrictModel):
+class LoadAdapterRequest(StrictModel):
     """An adapter to load: under which name, and from which folder of the server's or hub repository."""
 
     NOT_SUPPORTED: ClassVar = {"base_model_name": (), "load_inplace": (False,), "is_3d_lora_weight": (False,)}
@@ -28,7 +28,7 @@ class UnloadRequest(StrictModel):
     lora_name: str
 
 
-async def load_adapter(body: LoadRequest, request: Request) -> Response:
+async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
     """Load an adapter; from then on it is a model for clients."""
     service = _allowed(request)
     if body.lora_name in service.model_names:

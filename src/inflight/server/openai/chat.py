@@ -8,7 +8,7 @@ from msgspec import Raw
 from starlette.responses import Response
 
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.chat_format.blocks import Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest
 from inflight.server.openai.chunks import ChunkWriter, usage_of
@@ -37,14 +37,14 @@ class _Answer(ChatAnswer[ChatRequest]):
 
     def usage(self, output: RequestOutput, read: Sequence[Blocks]) -> dict[str, Any]:
         is_predicted = self.body.prediction is not None
-        return usage_of([output], is_predicted=is_predicted, num_thought_tokens=self.num_thought_tokens(*read))
+        return usage_of([output], is_predicted=is_predicted, num_reasoning_tokens=self.num_reasoning_tokens(*read))
 
-    def logprobs(self, news: CompletionOutput | TextDelta) -> dict[str, Any] | None:
+    def logprobs(self, delta: CompletionOutput | TextDelta) -> dict[str, Any] | None:
         """Return `logprobs`, if requested."""
         num_top = self.body.num_logprobs
         if num_top is None:
             return None
-        content = logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, self.tokenizer)
+        content = logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, self.tokenizer)
         return {"content": content, "refusal": None}
 
     def finish_reason(self, ended: CompletionOutput | TextDelta, blocks: Blocks) -> str | None:
@@ -83,20 +83,20 @@ class _Answer(ChatAnswer[ChatRequest]):
         return choice
 
     def _message(self, blocks: Blocks) -> dict[str, Any]:
-        content, thoughts = blocks.text_of(TextBlock), blocks.text_of(ThoughtBlock)
+        content, text = blocks.text_of(TextBlock), blocks.text_of(ReasoningBlock)
         calls = [
             {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": block.arguments}}
             for block in blocks.blocks
             if isinstance(block, CallBlock)
         ]
-        reasoning = _reasoning(thoughts) if thoughts and self.body.include_reasoning is not False else {}
+        reasoning = _both_names(text) if text and self.body.include_reasoning is not False else {}
         return {"content": content or (None if calls else ""), **reasoning, **({"tool_calls": calls} if calls else {})}
 
     def events(self) -> "_Chunks":
         return _Chunks(self)
 
 
-def _reasoning(text: str) -> dict[str, str]:
+def _both_names(text: str) -> dict[str, str]:
     """Reasoning under both names that clients read: vLLM's and DeepSeek's."""
     return {"reasoning": text, "reasoning_content": text}
 
@@ -148,7 +148,7 @@ class _Chunks(ChunkWriter):
         events = self._event(delta.index, first, **self._extras(delta))
         return events + b"".join(self._event(delta.index, each) for each in others)
 
-    def _delta(self, growth: Growth, blocks: Blocks) -> dict[str, Any] | None:
+    def _delta(self, growth: BlockDelta, blocks: Blocks) -> dict[str, Any] | None:
         """Return a chunk's `delta`; None: the client sees nothing of this."""
         number, block, added, is_new = growth
         if isinstance(block, CallBlock):
@@ -156,9 +156,9 @@ class _Chunks(ChunkWriter):
             if is_new:
                 call |= {"id": block.call_id, "type": "function", "function": {"name": block.name, "arguments": added}}
             return {"tool_calls": [call]}
-        if not added or (isinstance(block, ThoughtBlock) and self._body.include_reasoning is False):
+        if not added or (isinstance(block, ReasoningBlock) and self._body.include_reasoning is False):
             return None
-        return _reasoning(added) if isinstance(block, ThoughtBlock) else {"content": added}
+        return _both_names(added) if isinstance(block, ReasoningBlock) else {"content": added}
 
     def _extras(self, delta: TextDelta) -> dict[str, Any]:
         extras: dict[str, Any] = {"logprobs": self._answer.logprobs(delta)}

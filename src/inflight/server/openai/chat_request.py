@@ -73,10 +73,10 @@ class Message(StrictModel):
     """A message of a chat.
 
     Attributes:
-        reasoning_content, reasoning: what the assistant has thought, under either name; most chat templates leave it
+        reasoning_content, reasoning: what the assistant reasoned, under either name; most chat templates leave it
             out unless tool calls follow it.
         parsed: the content again, as `openai`'s client sends it back; ignored.
-        thinking_blocks, provider_specific_fields: the thoughts again, as LiteLLM sends them back; ignored.
+        thinking_blocks, provider_specific_fields: the reasoning again, as LiteLLM sends it back; ignored.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -108,8 +108,8 @@ class Message(StrictModel):
         }
         if self.name is not None:
             message["name"] = self.name
-        if self.role == "assistant" and (thoughts := self.reasoning_content or self.reasoning):
-            message["reasoning_content"] = thoughts
+        if self.role == "assistant" and (reasoning := self.reasoning_content or self.reasoning):
+            message["reasoning_content"] = reasoning
         if self.tool_call_id is not None:
             message["tool_call_id"] = self.tool_call_id
         if self.tool_calls:
@@ -179,8 +179,8 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
         max_completion_tokens, max_tokens: two names for one limit; if both are given, the first counts. Null: until a
             stop or the end of the context.
         reasoning_effort: how much the model is to think, if its chat template can tell it; "none": not at all.
-        thinking_token_budget: how many tokens a thought may have; 0: the model is not to think.
-        include_reasoning: whether the answer has what the model thought; null: yes.
+        thinking_token_budget: how many tokens reasoning may have; 0: the model is not to think.
+        include_reasoning: whether the answer has what the model reasoned; null: yes.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -248,7 +248,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
         return {**super().sent_options(vocab_size), **own}
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        return super().for_template(settings) | self.told_tools
+        return super().for_template(settings) | self.template_tools
 
     def check(self, settings: ServerSettings) -> None:
         super().check(settings)

@@ -74,13 +74,13 @@ def usage_of(
     num_left_out: int = 0,
     *,
     is_predicted: bool = False,
-    num_thought_tokens: int | None = None,
+    num_reasoning_tokens: int | None = None,
 ) -> dict[str, Any]:
     """Return `usage` of finished outputs, not counting `num_left_out` tokens of each sequence (not requested).
 
     Args:
-        is_predicted: whether to tell how many tokens were guessed, by a prediction or otherwise, and right or wrong.
-        num_thought_tokens: how many tokens were thoughts, if the model may think.
+        is_predicted: whether usage counts accepted and rejected draft tokens, from a prediction or otherwise.
+        num_reasoning_tokens: how many tokens were reasoning, if the model may think.
     """
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
     counts = usage(
@@ -89,11 +89,11 @@ def usage_of(
         sum(output.metrics.num_cached_tokens for output in outputs),
     )
     details = {}
-    if num_thought_tokens is not None:
-        details["reasoning_tokens"] = num_thought_tokens
+    if num_reasoning_tokens is not None:
+        details["reasoning_tokens"] = num_reasoning_tokens
     if is_predicted:
         num_accepted = sum(output.metrics.num_accepted_tokens for output in outputs)
-        num_rejected = sum(output.metrics.num_guessed_tokens for output in outputs) - num_accepted
+        num_rejected = sum(output.metrics.num_draft_tokens for output in outputs) - num_accepted
         details["accepted_prediction_tokens"] = num_accepted
         details["rejected_prediction_tokens"] = num_rejected
     return counts | ({"completion_tokens_details": details} if details else {})

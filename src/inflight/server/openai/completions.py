@@ -190,7 +190,7 @@ class _Answer:
     def choice(
         self,
         index: int,
-        news: CompletionOutput | TextDelta,
+        delta: CompletionOutput | TextDelta,
         offsets: logprobs.TextOffsets,
         num_shown: int,
         prompt: tuple[Sequence[int], logprobs.Positions] | None,
@@ -203,12 +203,12 @@ class _Answer:
             prompt: token ids and log-probabilities of its prompt; None: they were sent before.
         """
         body, nothing = self.body, self.body.generates_nothing
-        token_ids, text = ([], echo) if nothing else (news.token_ids, echo + news.text)
-        ending = {"finish_reason": "length", "stop_reason": None} if nothing else _ending(news)
+        token_ids, text = ([], echo) if nothing else (delta.token_ids, echo + delta.text)
+        ending = {"finish_reason": "length", "stop_reason": None} if nothing else _ending(delta)
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None, **ending}
         if body.logprobs is not None:
-            positions = [] if nothing else news.logprobs or []
-            end = None if news.finish_reason is None else num_shown + len(text)
+            positions = [] if nothing else delta.logprobs or []
+            end = None if delta.finish_reason is None else num_shown + len(text)
             own = logprobs.of_completion(token_ids, positions, body.logprobs, self._tokenizer, offsets, end)
             if prompt is not None and body.echo:
                 of_prompt = logprobs.TextOffsets(self._tokenizer, skip_special_tokens=self._is_text_echoed)
@@ -266,5 +266,5 @@ class _Chunks(ChunkWriter):
         return choice
 
 
-def _ending(news: CompletionOutput | TextDelta) -> dict[str, Any]:
-    return {"finish_reason": news.finish_reason, "stop_reason": news.stop_reason}
+def _ending(delta: CompletionOutput | TextDelta) -> dict[str, Any]:
+    return {"finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}

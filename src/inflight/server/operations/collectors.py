@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 from inflight.batches.batch import Batch
 
 
-class Together(Collector):
+class MergedCollector(Collector):
     """What several collectors have; metrics of the same name, with other labels, are one."""
 
     def __init__(self, collectors: Iterable[Collector]) -> None:

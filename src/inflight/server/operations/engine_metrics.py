@@ -22,9 +22,9 @@ ENGINE_COUNTERS = (
     ("vllm:prefix_cache_hits", "num_cached_tokens", "Prompt tokens found in the prefix cache."),
     ("vllm:external_prefix_cache_hits", "num_restored_tokens", "Tokens restored from prefix_cache_dir."),
     ("vllm:num_preemptions", "num_preemptions", "Preemptions: a sequence gave its blocks back and was computed again."),
-    ("vllm:spec_decode_num_drafts", "num_guesses", "Spans with guessed tokens."),
-    ("vllm:spec_decode_num_draft_tokens", "num_guessed_tokens", "Guessed tokens that were computed."),
-    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Guessed tokens that were the right ones."),
+    ("vllm:spec_decode_num_drafts", "num_drafts", "Spans with draft tokens."),
+    ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens that were computed."),
+    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens that were the right ones."),
     ("inflight:engine_steps", "num_steps", "Forward passes."),
     ("inflight:engine_requests", "num_requests", "Requests that the engine accepted."),
 )
@@ -159,8 +159,8 @@ class _StepSizes(Collector):
         nothing = [0] * (len(STEP_SIZES) + 1)
         seen, num_seen = (before.num_steps_by_size, before.num_step_tokens) if before else (nothing, 0)
         counts = self._counts.get(number, nothing)
-        news = zip(counts, stats.num_steps_by_size, seen, strict=True)
-        self._counts[number] = [count + now - then for count, now, then in news]
+        changes = zip(counts, stats.num_steps_by_size, seen, strict=True)
+        self._counts[number] = [count + now - then for count, now, then in changes]
         self._sums[number] = self._sums.get(number, 0) + stats.num_step_tokens - num_seen
 
     def collect(self) -> Iterator[Metric]:

@@ -23,7 +23,7 @@ from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.server.endpoints import OPERATOR_PATHS
-from inflight.server.operations.collectors import AdapterMetrics, BatchMetrics, Together
+from inflight.server.operations.collectors import AdapterMetrics, BatchMetrics, MergedCollector
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
 from inflight.server.operations.middleware import Middleware, run_watched
 from inflight.server.serving.observer import EndReason, RequestObserver
@@ -231,7 +231,7 @@ class Metrics(Middleware, RequestObserver):
         """Return all metrics in the text format. If an engine does not answer in time, its gauges keep their values; if
         it does not run, they become 0."""
         await self.update()
-        return generate_latest(Together([PROCESS, self.registry]))
+        return generate_latest(MergedCollector([PROCESS, self.registry]))
 
     async def update(self) -> None:
         """Ask the engines what they have counted."""

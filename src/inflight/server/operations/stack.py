@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("inflight.server")
 
 
-class Surroundings:
+class OperationsStack:
     """The operations around one server, whatever it serves.
 
     Args:
@@ -116,7 +116,7 @@ class Surroundings:
             await asyncio.to_thread(self._provider.shutdown)
 
 
-class Operations(Surroundings, Observers):
+class Operations(OperationsStack, Observers):
     """The operations around a server of one model. Must be registered as the observer of the server's requests.
 
     Args:
@@ -124,7 +124,7 @@ class Operations(Surroundings, Observers):
         read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
         count_crashes: see `Metrics`.
         observers: further observers of the server's requests.
-        abort_all, environment_keys: see `Surroundings`.
+        abort_all, environment_keys: see `OperationsStack`.
 
     Attributes:
         metrics: its `endpoint` must answer `/metrics`.
@@ -141,5 +141,5 @@ class Operations(Surroundings, Observers):
         observers: Iterable[RequestObserver] = (),
     ) -> None:
         self.metrics = Metrics(model_name, read_stats, count_crashes)
-        Surroundings.__init__(self, settings, self.metrics, abort_all, environment_keys)
+        OperationsStack.__init__(self, settings, self.metrics, abort_all, environment_keys)
         Observers.__init__(self, [self.access_log, self.metrics, *observers, *self.traces(model_name)])

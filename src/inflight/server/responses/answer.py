@@ -10,13 +10,13 @@ from typing import Any
 
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.server.chat_format.blocks import Block, Blocks, CallBlock, Growth, TextBlock, ThoughtBlock
+from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs
-from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_thought
+from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_reasoning
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.chat import ChatAnswer, Events
-from inflight.server.serving.service import Service, WrittenChat
+from inflight.server.serving.service import RenderedChat, Service
 from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
 from inflight.server.wire.json_route import to_json
 from inflight.text.output_text import OutputText
@@ -26,7 +26,7 @@ SHARE_FOR_OUTPUT = 4
 free."""
 
 
-class Scores:
+class OutputLogprobs:
     """The log-probabilities of the tokens of an answer's texts. A token belongs to the text that grows when, at the
     latest, the token's own text is certain.
 
@@ -43,7 +43,7 @@ class Scores:
         """Take those of the tokens that come now, before their text is fed."""
         self._pending += token_logprobs
 
-    def taken_by(self, growth: Growth) -> list[dict[str, Any]]:
+    def taken_by(self, growth: BlockDelta) -> list[dict[str, Any]]:
         """Return those that belong to what a block has grown by; tokens of reasoning and calls have none."""
         if not isinstance(growth.block, TextBlock):
             self._is_behind_other = True
@@ -57,7 +57,7 @@ class Scores:
     def rest(self, blocks: Blocks) -> list[dict[str, Any]]:
         """Return those of tokens at the end that have no text; they belong to the last block."""
         last = len(blocks.blocks) - 1
-        return self.taken_by(Growth(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
+        return self.taken_by(BlockDelta(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
 
 
 def _last(token_logprobs: list[dict[str, Any]], num_characters: int) -> list[dict[str, Any]]:
@@ -98,7 +98,7 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         self.chat = (*earlier, *body.messages)
         super().__init__(body, service, info)
 
-    def written(self, service: Service, info: ModelInfo) -> tuple[WrittenChat, str | None]:
+    def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
         return _prompt(self.body, self.chat, service, info), None
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -119,12 +119,12 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         return ResponseEvents(self)
 
 
-def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> WrittenChat:
+def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> RenderedChat:
     """Return the conversation as the model reads it; if it is too long and `truncation` allows it, its later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     prompt, whole = body.for_template(service.settings), (*system, *chat)
 
-    def write(messages: Chat) -> WrittenChat:
+    def write(messages: Chat) -> RenderedChat:
         written = {**prompt, "messages": with_names(with_calls_joined(messages))}
         return service.written(written, info, "input", body.wanted_thinking)
 
@@ -148,7 +148,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
     return write(whole) if written is None else written
 
 
-def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenChat | None:
+def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedChat | None:
     """Return the chat; None for one whose text is so long that its tokens need not even be counted."""
     try:
         return write(chat)
@@ -158,9 +158,9 @@ def _unless_long(write: Callable[[Chat], WrittenChat], chat: Chat) -> WrittenCha
         return None
 
 
-def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, Scores]:
+def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
     """Divide a whole answer into blocks: token by token, if log-probabilities are wanted."""
-    blocks, scores, (completion,) = answer.new_blocks(), Scores(), output.outputs
+    blocks, scores, (completion,) = answer.new_blocks(), OutputLogprobs(), output.outputs
     if answer.body.num_logprobs is None or answer.tokenizer is None:
         blocks.feed(completion.text, is_last=True)
         return blocks, scores
@@ -181,7 +181,7 @@ def running(answer: ResponseAnswer) -> dict[str, Any]:
     return _response(answer, "in_progress")
 
 
-def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: Scores) -> dict[str, Any]:
+def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: OutputLogprobs) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
     is_cut, blocks = completion.finish_reason == "length", read.blocks
@@ -194,7 +194,7 @@ def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, score
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=_usage_of(output, answer.num_thought_tokens(read) or 0),
+        usage=_usage_of(output, answer.num_reasoning_tokens(read) or 0),
     )
 
 
@@ -207,14 +207,14 @@ def failed(answer: ResponseAnswer, error: ApiError) -> dict[str, Any]:
 
 def item_id(block: Block) -> str:
     """Return the id of the block's output item."""
-    prefix = {TextBlock: "msg", ThoughtBlock: "rs", CallBlock: "fc"}[type(block)]
+    prefix = {TextBlock: "msg", ReasoningBlock: "rs", CallBlock: "fc"}[type(block)]
     return f"{prefix}_{block.key}"
 
 
 def item(
     answer: ResponseAnswer, block: Block, status: str, token_logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
-    """Return a message, a thought or a tool call as an output item.
+    """Return a message, reasoning or a tool call as an output item.
 
     Args:
         token_logprobs: the log-probabilities of a message's tokens.
@@ -222,9 +222,9 @@ def item(
     head = {"id": item_id(block), "status": status}
     if isinstance(block, TextBlock):
         return {**head, "type": "message", "role": "assistant", "content": [part(block.text, token_logprobs)]}
-    if isinstance(block, ThoughtBlock):
-        encoded = {"encrypted_content": encoded_thought(block.text)} if ENCODED in (answer.body.include or ()) else {}
-        return {**head, "type": "reasoning", "summary": [], "content": [thought_part(block.text)], **encoded}
+    if isinstance(block, ReasoningBlock):
+        encoded = {"encrypted_content": encoded_reasoning(block.text)} if ENCODED in (answer.body.include or ()) else {}
+        return {**head, "type": "reasoning", "summary": [], "content": [reasoning_part(block.text)], **encoded}
     called = next((each for each in answer.body.functions if each.tool.function.name == block.name), None)
     names = (
         {"name": block.name} if called is None else called.model_dump(include={"name", "namespace"}, exclude_none=True)
@@ -237,27 +237,27 @@ def part(text: str, token_logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, 
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": token_logprobs}
 
 
-def thought_part(text: str) -> dict[str, Any]:
-    """Return the content of a thought."""
+def reasoning_part(text: str) -> dict[str, Any]:
+    """Return the content of reasoning."""
     return {"type": "reasoning_text", "text": text}
 
 
 def message_of(block: Block) -> dict[str, Any]:
-    """Return a message, a thought or a tool call as templates expect it when the conversation continues."""
+    """Return a message, reasoning or a tool call as templates expect it when the conversation continues."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
-    if isinstance(block, ThoughtBlock):
+    if isinstance(block, ReasoningBlock):
         return {"role": "assistant", "content": "", "reasoning_content": block.text}
     call = call_for_template(block.call_id, block.name, block.arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
-def new_logprobs(answer: ResponseAnswer, news: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
+def new_logprobs(answer: ResponseAnswer, delta: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
     """Return the log-probabilities of the new tokens, if requested."""
     num_top = answer.body.num_logprobs
     if num_top is None:
         return []
-    return logprobs.of_chat(news.token_ids, news.logprobs or [], num_top, answer.tokenizer)
+    return logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, answer.tokenizer)
 
 
 def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
@@ -301,13 +301,13 @@ def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, A
     }
 
 
-def _usage_of(output: RequestOutput, num_thought_tokens: int) -> dict[str, Any]:
+def _usage_of(output: RequestOutput, num_reasoning_tokens: int) -> dict[str, Any]:
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,
         "input_tokens_details": {"cached_tokens": output.metrics.num_cached_tokens, "cache_write_tokens": 0},
         "output_tokens": num_output,
-        "output_tokens_details": {"reasoning_tokens": num_thought_tokens},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": num_input + num_output,
     }
 
@@ -316,7 +316,7 @@ class ResponseEvents(Events):
     """Writes the events of one response, in the order that OpenAI's clients expect. A token costs little to encode."""
 
     def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), Scores()
+        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), OutputLogprobs()
         self._number = 0
         self._has_logprobs = True  # whether the latest item may have some
         self._head = b""  # what each delta event of the latest item begins with
@@ -348,7 +348,7 @@ class ResponseEvents(Events):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _grown(self, growth: Growth) -> bytes:
+    def _grown(self, growth: BlockDelta) -> bytes:
         """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
         events, scores = b"", self._scores.taken_by(growth)
         if growth.is_new:
@@ -367,10 +367,10 @@ class ResponseEvents(Events):
         kind = "response.function_call_arguments.delta"
         if not isinstance(block, CallBlock):
             place["content_index"] = 0
-            is_thought = isinstance(block, ThoughtBlock)
-            begun_part = thought_part("") if is_thought else part("")
+            is_reasoning = isinstance(block, ReasoningBlock)
+            begun_part = reasoning_part("") if is_reasoning else part("")
             events += self._event("response.content_part.added", **place, part=begun_part)
-            kind = f"response.{'reasoning' if is_thought else 'output'}_text.delta"
+            kind = f"response.{'reasoning' if is_reasoning else 'output'}_text.delta"
         self._head = b"event: %b\ndata: %b," % (kind.encode(), to_json({"type": kind, **place})[:-1])
         return events
 

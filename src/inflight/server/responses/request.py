@@ -41,7 +41,7 @@ Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 LOGPROBS = "message.output_text.logprobs"
 ENCODED = "reasoning.encrypted_content"
 _ENCODING = "inflight:"
-"""What thoughts begin with that this server has encoded; others only their provider can read."""
+"""What reasoning begins with that this server has encoded; others only their provider can read."""
 
 
 class TextPart(StrictModel):
@@ -118,36 +118,36 @@ class CallOutputItem(Item):
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
-class ThoughtText(StrictModel):
-    """A part of a thought, or of its summary."""
+class ReasoningPart(StrictModel):
+    """A part of reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
 class ReasoningItem(Item):
-    """What the model thought in an earlier turn. Most chat templates leave it out unless calls follow it."""
+    """What the model reasoned in an earlier turn. Most chat templates leave it out unless calls follow it."""
 
     type: Literal["reasoning"]
-    summary: Many[ThoughtText] | None = None
-    content: Many[ThoughtText] | None = None
+    summary: Many[ReasoningPart] | None = None
+    content: Many[ReasoningPart] | None = None
     encrypted_content: str | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Return the thought as a message without text."""
-        thought = "\n\n".join(part.text for part in self.content or ())
-        thought = thought or _decoded_thought(self.encrypted_content or "")
-        thought = thought or "\n\n".join(part.text for part in self.summary or ())
-        return {"role": "assistant", "content": "", **({"reasoning_content": thought} if thought else {})}
+        """Return the reasoning as a message without text."""
+        reasoning = "\n\n".join(part.text for part in self.content or ())
+        reasoning = reasoning or _decoded_reasoning(self.encrypted_content or "")
+        reasoning = reasoning or "\n\n".join(part.text for part in self.summary or ())
+        return {"role": "assistant", "content": "", **({"reasoning_content": reasoning} if reasoning else {})}
 
 
-def encoded_thought(text: str) -> str:
-    """Return a thought in a form that clients send back as it is, even those that drop its text. It hides nothing."""
+def encoded_reasoning(text: str) -> str:
+    """Return reasoning in a form that clients send back as it is, even those that drop its text. It hides nothing."""
     return _ENCODING + base64.b64encode(text.encode(errors="replace")).decode()
 
 
-def _decoded_thought(encoded: str) -> str:
-    """Return the thought in what `encoded_thought` returned; "" for anything else."""
+def _decoded_reasoning(encoded: str) -> str:
+    """Return the reasoning in what `encoded_reasoning` returned; "" for anything else."""
     try:
         given = encoded.removeprefix(_ENCODING) if encoded.startswith(_ENCODING) else ""
         return base64.b64decode(given, validate=True).decode()
@@ -321,7 +321,7 @@ class ResponsesRequest(ChatBody):
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
-        thinking_token_budget: how many tokens a thought may have; 0: the model is not to think.
+        thinking_token_budget: how many tokens reasoning may have; 0: the model is not to think.
         include: "message.output_text.logprobs" returns each token's log-probability; the other values concern things
             that this server's answers never contain.
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
@@ -431,4 +431,4 @@ class ResponsesRequest(ChatBody):
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
         """Return how a prompt of `AsyncLLM` is made of a conversation; its messages are still missing."""
         variables = template_variables(self.chat_template_kwargs)
-        return {"add_generation_prompt": True, **variables, **self.tool_fields.told_tools}
+        return {"add_generation_prompt": True, **variables, **self.tool_fields.template_tools}

@@ -19,7 +19,7 @@ from inflight.server.chat_format.answer_form import answer_form
 from inflight.server.chat_format.blocks import Blocks
 from inflight.server.serving.generation import Generation, generate, size_of_answer
 from inflight.server.serving.request_fields import ChatBody
-from inflight.server.serving.service import Service, WrittenChat, service_of
+from inflight.server.serving.service import RenderedChat, Service, service_of
 from inflight.server.serving.streams import Client, EventStream, Write, attended
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.off_loop import off_loop
@@ -86,7 +86,7 @@ class ChatAnswer(ABC, Generic[B]):
         self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter)
         self.model_name, self.created_at = service.name_of(adapter), int(time.time())
 
-    def written(self, service: Service, info: ModelInfo) -> tuple[WrittenChat, str | None]:
+    def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
         """Return the chat as the model reads it, and the request's own chat template."""
         chat = self.body.for_template(service.settings)
         return service.written(chat, info, self.PARAM, self.body.wanted_thinking), chat.get("chat_template")
@@ -95,12 +95,12 @@ class ChatAnswer(ABC, Generic[B]):
         """Return what divides one sequence's text."""
         return Blocks() if self.form is None else self.form.make_reader()
 
-    def num_thought_tokens(self, *answers: Blocks) -> int | None:
+    def num_reasoning_tokens(self, *answers: Blocks) -> int | None:
         """How many tokens the reasoning of these sequences has, which is encoded once more to count them; None: the
         model does not reason."""
         if self.form is None or self.tokenizer is None:
             return None
-        return sum(blocks.num_thought_tokens(self.tokenizer) for blocks in answers)
+        return sum(blocks.num_reasoning_tokens(self.tokenizer) for blocks in answers)
 
     @abstractmethod
     def whole(self, output: RequestOutput) -> bytes:
@@ -141,8 +141,8 @@ def stream(service: Service, generation: Generation, events: Events) -> EventStr
 
     async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:
-            if news := events.write(deltas):
-                await write(news)
+            if chunk := events.write(deltas):
+                await write(chunk)
 
         await write(events.end(await generate(service, generation, client, deliver)))
 

@@ -68,10 +68,10 @@ async def generate(
     if len(generation.prompts) == 1 and (generation.params.n == 1 or deliver is None):
         # No queue in between: most requests are like this.
         return [await _follow(service, generation, client, 0, deliver)]
-    news: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
+    queue: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
 
     async def hold(deltas: list[TextDelta]) -> None:
-        await news.put(deltas[0])
+        await queue.put(deltas[0])
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -82,18 +82,18 @@ async def generate(
                 )
                 await asyncio.sleep(0)  # other requests have their turn between two of these
             if deliver is not None:
-                await _deliver_all(news, len(generation.prompts), deliver)
+                await _deliver_all(queue, len(generation.prompts), deliver)
     except BaseExceptionGroup as errors:
         raise errors.exceptions[0] from None
     return [task.result() for task in tasks]
 
 
-async def _deliver_all(news: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
+async def _deliver_all(queue: "asyncio.Queue[TextDelta]", num_unfinished: int, deliver: Deliver) -> None:
     """Deliver deltas as they arrive, until all prompts are finished."""
     while num_unfinished:
-        deltas = [await news.get()]
-        while not news.empty():
-            deltas.append(news.get_nowait())
+        deltas = [await queue.get()]
+        while not queue.empty():
+            deltas.append(queue.get_nowait())
         num_unfinished -= sum(delta.output is not None for delta in deltas)
         await deliver(deltas)
 

@@ -17,7 +17,7 @@ from inflight.contracts.outputs import TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
-from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, write_chat
+from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, render_chat
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -54,7 +54,7 @@ class RunningRequest:
             self.texts[delta.index].append(delta.text)
 
 
-class WrittenChat(NamedTuple):
+class RenderedChat(NamedTuple):
     """A chat as the chat template writes it, and its token ids."""
 
     text: str
@@ -116,7 +116,7 @@ class Service:
             if self.llm.is_ready():
                 return
         except (EngineDeadError, ModelError) as error:
-            raise ApiError.of(error) from error
+            raise ApiError.from_exception(error) from error
         raise ApiError(503, "the engine is loading", code="engine_loading", headers={"Retry-After": "1"})
 
     async def cards(self) -> list[dict[str, Any]]:
@@ -189,10 +189,10 @@ class Service:
 
     def written(
         self, chat: Mapping[str, Any], info: ModelInfo, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
-    ) -> WrittenChat:
-        """Return a chat as text (see `write_chat`) and as token ids (see `token_ids`)."""
-        text = write_chat(chat, self.llm.tokenizer, param, thinking)
-        return WrittenChat(text, self._encoded(text, info, param, add_special_tokens=False))
+    ) -> RenderedChat:
+        """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`)."""
+        text = render_chat(chat, self.llm.tokenizer, param, thinking)
+        return RenderedChat(text, self._encoded(text, info, param, add_special_tokens=False))
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
         most = self.tokenizer.most_characters(info.max_model_len)

@@ -113,7 +113,7 @@ class EventStream(Response):
         except Exception as error:
             if not line.has_begun:
                 raise
-            api_error = ApiError.of(error)
+            api_error = ApiError.from_exception(error)
             if api_error.code == "internal_error":
                 logger.exception("a stream could not be finished")
             last_event = self._error_event(api_error) or _event_of(api_error, scope)
@@ -123,7 +123,7 @@ class EventStream(Response):
 
     async def _run(self, line: "_Line", receive: Receive) -> None:
         async with attended(receive, self._settings.request_timeout) as client:
-            pulse = _Pulse(line, client, self._settings)
+            pulse = _KeepAlive(line, client, self._settings)
             try:
                 await self._work(client, line.write)
             finally:
@@ -163,7 +163,7 @@ class _Line:
             await self._send({"type": "http.response.body", "body": last_event, "more_body": False})
 
 
-class _Pulse:
+class _KeepAlive:
     """Checks on a stream now and then: keeps a silent one alive, and gives up a client that does not read."""
 
     def __init__(self, line: _Line, client: Client, settings: ServerSettings) -> None:

@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.headers = dict(headers or {})
 
     @classmethod
-    def of(cls, error: Exception) -> "ApiError":
+    def from_exception(cls, error: Exception) -> "ApiError":
         """Return the answer to a request that ended in `error`."""
         wait = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         match error:
@@ -150,13 +150,13 @@ def add_error_handlers(app: FastAPI, errors: Callable[[str], ErrorEnvelope]) -> 
     async def answer(request: Request, error: Exception) -> Response:
         return errors_of(request.scope).response(_api_error(request, error), request.scope)
 
-    async def answer_gone_client(request: Request, error: Exception) -> Response:
+    async def handle_disconnect(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
 
     ours = (ApiError, InvalidRequestError, QueueFullError, EngineDeadError, ModelError)
     for kind in (*ours, RequestValidationError, RecursionError, HTTPException, Exception):
         app.add_exception_handler(kind, answer)
-    app.add_exception_handler(ClientGoneError, answer_gone_client)
+    app.add_exception_handler(ClientGoneError, handle_disconnect)
 
 
 def _api_error(request: Request, error: Exception) -> ApiError:
@@ -171,7 +171,7 @@ def _api_error(request: Request, error: Exception) -> ApiError:
         given = request.headers.get("content-type")
         message = f"the content type is {given!r}; the body must be JSON, and say so with application/json"
         return ApiError(415, message, code="unsupported_media_type")
-    return ApiError.of(error)
+    return ApiError.from_exception(error)
 
 
 def _is_about_objects(error: Any) -> bool:

@@ -19,7 +19,7 @@ from starlette.responses import Response
 
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.off_loop import off_loop
-from inflight.server.wire.strict_model import READING, Reading
+from inflight.server.wire.strict_model import READING, RequestParsing
 
 to_json = msgspec.json.encode
 
@@ -44,7 +44,7 @@ class JsonRoute(APIRoute):
         model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
-            reading = Reading(is_strict=getattr(request.app.state, "is_strict", False))
+            reading = RequestParsing(is_strict=getattr(request.app.state, "is_strict", False))
             READING.set(reading)
             try:
                 response = await handle(_JsonRequest(request, model))

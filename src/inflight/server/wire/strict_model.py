@@ -32,7 +32,7 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 
 
 @dataclass(slots=True)
-class Reading:
+class RequestParsing:
     """How a request is read.
 
     Attributes:
@@ -57,7 +57,7 @@ class Reading:
             raise refusal("unknown_field", name, f"more than {MAX_IGNORED} fields are unknown or not supported")
 
 
-READING: ContextVar[Reading] = ContextVar("READING", default=Reading(is_strict=True))  # noqa: B039
+READING: ContextVar[RequestParsing] = ContextVar("READING", default=RequestParsing(is_strict=True))  # noqa: B039
 """Of the request at hand."""
 
 
@@ -81,7 +81,7 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _let_through_what_changes_nothing(cls, given: Any) -> Any:
+    def _drop_harmless_fields(cls, given: Any) -> Any:
         if not isinstance(given, dict) or given.keys() <= cls.model_fields.keys():
             return given
         return {name: value for name, value in given.items() if name in cls.model_fields or _checked(cls, name, value)}

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from inflight.execution.grouped.rounding import is_by_channels
 from inflight.execution.grouped.weight import GroupedWeight
-from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, prefers_whole_numbers
+from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, prefers_int8_activations
 from inflight.execution.weights.int8_linear import int8_layer, sums_int8
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 
@@ -31,14 +31,14 @@ class WeightFormat(ABC):
     def with_arithmetic(self, name: str) -> Self:
         """The same format in the arithmetic that `EngineConfig.quantization_arithmetic` names."""
         chosen = copy.copy(self)
-        chosen.is_exact = name == "exact" or (name == "auto" and not prefers_whole_numbers())
+        chosen.is_exact = name == "exact" or (name == "auto" and not prefers_int8_activations())
         return chosen
 
     def rounds(self, model: PreTrainedModel) -> bool:
         """Whether anything is rounded that is not rounded in `model`, whose weights are not prepacked yet. If not, the
         prepacked one is held to the tolerance of its dtype; else only to a loose one, which finds mistakes."""
         weights = (parameter.data for parameter in model.parameters())
-        are_rounded = any(isinstance(each, GroupedWeight) and each.grouping.has_whole_numbers for each in weights)
+        are_rounded = any(isinstance(each, GroupedWeight) and each.grouping.has_integers for each in weights)
         return not self.is_lossless or (are_rounded and not self.is_exact)
 
     @abstractmethod

@@ -7,9 +7,9 @@ const MOST_SAMPLES = 300; // a minute at five a second
 const SECONDS_BETWEEN_TRIES = [0.5, 1, 2, 4, 8];
 
 // The order of the fields of a sequence, of a lane's work and of a span in messages.
-export const SEQUENCE = { id: 0, index: 1, slot: 2, prompt: 3, tokens: 4, computed: 5, cached: 6, guessed: 7, accepted: 8, preemptions: 9, blocks: 10, priority: 11 };
+export const SEQUENCE = { id: 0, index: 1, slot: 2, prompt: 3, tokens: 4, computed: 5, cached: 6, proposed: 7, accepted: 8, preemptions: 9, blocks: 10, priority: 11 };
 const WORK = { slot: 0, id: 1, index: 2, prefilled: 3, decoded: 4, accepted: 5, rejected: 6 };
-export const SPAN = { slot: 0, id: 1, index: 2, start: 3, length: 4, kind: 5, guessed: 6, accepted: 7 };
+export const SPAN = { slot: 0, id: 1, index: 2, start: 3, length: 4, kind: 5, proposed: 6, accepted: 7 };
 
 export const keyOf = (id, index) => `${id}/${index}`;
 

@@ -39,7 +39,7 @@ function drawLane(lane) {
     for (const [kind, number] of drawn) {
       context.fillStyle = colour(kind);
       if (kind === "rejected") {
-        context.fillRect(x - 1, 0, 2, height); // guesses that were wrong leave a mark, and no token
+        context.fillRect(x - 1, 0, 2, height); // rejected draft tokens leave a mark, and no token
         continue;
       }
       for (let i = 0; i < number; i++, x += CELL) context.fillRect(x, 4, CELL - 1, height - 8);
@@ -96,7 +96,7 @@ function RequestPanel({ id, index, lane, shows, onClose }) {
     <h3>${id}${index ? `, sequence ${index}` : ""} <button type="button" onClick=${onClose}>close</button></h3>
     ${facts ? html`<dl>${facts.map(([name, value]) => html`<div key=${name}><dt>${name}</dt><dd>${value}</dd></div>`)}
       ${s && html`<div><dt>found in the cache</dt><dd>${whole(s[SEQUENCE.cached])}</dd></div>
-        <div><dt>guesses right</dt><dd>${whole(s[SEQUENCE.accepted])} of ${whole(s[SEQUENCE.guessed])}</dd></div>
+        <div><dt>draft tokens accepted</dt><dd>${whole(s[SEQUENCE.accepted])} of ${whole(s[SEQUENCE.proposed])}</dd></div>
         <div><dt>blocks</dt><dd>${whole(s[SEQUENCE.blocks])}</dd></div>
         <div><dt>preemptions</dt><dd>${whole(s[SEQUENCE.preemptions])}</dd></div>`}
     </dl>` : html`<p class="faint">It has ended, or is not this server's (a batch job's, say).</p>`}
@@ -149,7 +149,7 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
             return html`<${LaneRow} key=${slot} slot=${slot} lane=${lane} isOpen=${opened !== null && opened.key === key} onOpen=${() => onOpen(lane)} />`;
           })}
         </ol>
-        <p class="legend">${[["cached", "found in the cache"], ["prefill", "prompt"], ["decode", "decoded"], ["accepted", "guess, right"], ["rejected", "guess, wrong"]].map(
+        <p class="legend">${[["cached", "found in the cache"], ["prefill", "prompt"], ["decode", "decoded"], ["accepted", "draft, accepted"], ["rejected", "draft, rejected"]].map(
           ([name, words]) => html`<span key=${name}><i class="swatch ${name}"></i>${words}</span>`)}</p>
         ${opened && opened.engine === engine.number && html`<${RequestPanel} id=${opened.id} index=${opened.index} lane=${open} shows=${about?.shows_texts} onClose=${() => onOpen(null)} />`}
       </section>
@@ -182,7 +182,7 @@ export function Now({ about }) {
   const shown = [...engines.values()].filter((each) => message.engines[each.number]);
   const sum = (read) => shown.reduce((total, each) => total + read(each), 0);
   const [firsts, betweens] = [message.latencies.to_first_token, message.latencies.between_tokens];
-  const guessed = sum((each) => each.state.stats.num_guessed_tokens);
+  const proposed = sum((each) => each.state.stats.num_draft_tokens);
   const prompts = sum((each) => each.state.stats.num_prompt_tokens);
   const open = (engine) => (lane) =>
     setOpened((before) => {
@@ -196,7 +196,7 @@ export function Now({ about }) {
       <${Tile} label="TTFT" value=${seconds(firsts[0])} more=${`p90 ${seconds(firsts[1])}`} />
       <${Tile} label="ITL" value=${seconds(betweens[0])} more=${`p90 ${seconds(betweens[1])}`} />
       <${Tile} label="prompts found cached" value=${share(sum((each) => each.state.stats.num_cached_tokens), prompts)} more=${`${whole(prompts)} tokens`} />
-      <${Tile} label="guesses right" value=${share(sum((each) => each.state.stats.num_accepted_tokens), guessed)} more=${`${whole(guessed)} guessed`} />
+      <${Tile} label="draft tokens accepted" value=${share(sum((each) => each.state.stats.num_accepted_tokens), proposed)} more=${`${whole(proposed)} proposed`} />
       <${Tile} label="memory" value=${bytes(sum((each) => each.state.resident_bytes) + message.resident_bytes)} more="engine and server" />
       <button type="button" class="pause" aria-pressed=${isPaused ? "true" : "false"} onClick=${() => live.pause(!isPaused)}>${isPaused ? "Go on" : "Pause"}</button>
     </div>

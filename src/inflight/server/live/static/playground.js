@@ -303,7 +303,7 @@ export function Playground({ about }) {
           ([name, label, example]) => html`<label key=${name} class="field">${label}<input name=${name} placeholder=${example} value=${settings[name]} onInput=${(e) => set(name, e.target.value)} /></label>`)}
         <label><input type="checkbox" name="ignore_eos" checked=${settings.ignore_eos} onChange=${(e) => set("ignore_eos", e.target.checked)} /> go on past the end</label>
         <label><input type="checkbox" name="logprobs" checked=${settings.logprobs} onChange=${(e) => set("logprobs", e.target.checked)} /> log-probabilities</label>
-        <label><input type="checkbox" name="speculation" checked=${settings.speculation} onChange=${(e) => set("speculation", e.target.checked)} /> guess tokens</label>
+        <label><input type="checkbox" name="speculation" checked=${settings.speculation} onChange=${(e) => set("speculation", e.target.checked)} /> speculation</label>
       </div></details>
       <details><summary>Form of the output</summary>
         <label class="field">it must be<select name="form" value=${settings.form} onChange=${(e) => { set("form", e.target.value); set("pattern", EXAMPLES[e.target.value] ?? ""); }}>

@@ -23,8 +23,8 @@ function numberOf(span) {
 function viewsOf(step) {
   return step.spans.map((span) => {
     const number = numberOf(span);
-    const [start, length, kind, guessed, accepted] = [SPAN.start, SPAN.length, SPAN.kind, SPAN.guessed, SPAN.accepted].map((field) => span[field]);
-    return { span, number, letter: letters(number), colour: SEQUENCE_COLOURS[number % SEQUENCE_COLOURS.length], start, length, kind, guessed, accepted, keys: start + length };
+    const [start, length, kind, proposed, accepted] = [SPAN.start, SPAN.length, SPAN.kind, SPAN.proposed, SPAN.accepted].map((field) => span[field]);
+    return { span, number, letter: letters(number), colour: SEQUENCE_COLOURS[number % SEQUENCE_COLOURS.length], start, length, kind, proposed, accepted, keys: start + length };
   });
 }
 
@@ -46,9 +46,9 @@ function drawRow(views) {
       const view = views[i];
       context.fillStyle = colour(view.colour);
       context.fillRect(x, 0, Math.max(1, w - 1), height);
-      if (view.guessed) {
+      if (view.proposed) {
         context.fillStyle = colour("rejected");
-        context.fillRect(x + (w * (view.length - view.guessed)) / view.length, 0, (w * view.guessed) / view.length - 1, 4);
+        context.fillRect(x + (w * (view.length - view.proposed)) / view.length, 0, (w * view.proposed) / view.length - 1, 4);
       }
       context.fillStyle = "#fff";
       context.font = "bold 12px system-ui";
@@ -89,7 +89,7 @@ function drawMask(views, group) {
   };
 }
 
-const labelOf = (view) => `${view.kind === "prefill" ? "PREFILL" : view.kind}(${view.length - view.guessed}${view.guessed ? `+${view.accepted}/${view.guessed}` : ""})`;
+const labelOf = (view) => `${view.kind === "prefill" ? "PREFILL" : view.kind}(${view.length - view.proposed}${view.proposed ? `+${view.accepted}/${view.proposed}` : ""})`;
 
 export function Step({ about }) {
   const { engines } = useLive();
@@ -118,7 +118,7 @@ export function Step({ about }) {
       <button type="button" aria-pressed=${held ? "false" : "true"} onClick=${() => setHeld(null)}>follow the last</button>
       <button type="button" onClick=${() => setHeld(steps.findLast((each) => new Set(each.spans.map((s) => s[SPAN.kind] === "decode")).size === 2) ?? held)}>last that mixes prefill and decodes</button>
     </p>
-    <h4>The row <span class="faint">each part is one sequence's; guessed tokens have a mark</span></h4>
+    <h4>The row <span class="faint">each part is one sequence's; draft tokens have a mark</span></h4>
     <${Canvas} height=${34} draw=${drawRow(views)} label=${`The packed row: ${views.map((each) => `${each.letter} ${labelOf(each)}`).join(", ")}`} />
     ${groups.map((group) => html`<div key=${wordsOf(group)}>
       <h4>Who attends to what <span class="faint">${wordsOf(group)}; ${whole(queries)} queries (down) over ${whole(keys)} keys (across); pale: keys that were in the cache</span></h4>

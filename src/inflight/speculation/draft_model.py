@@ -2,7 +2,7 @@
 
 It runs only when it is asked, and then first makes up for the tokens that it has not seen. It chooses as the model will
 choose: with the request's temperature and filters, and with the very random number that the model's own choice at that
-position takes. So its guesses are about as good at every temperature.
+position takes. So its draft tokens are about as good at every temperature.
 """
 
 import logging
@@ -16,7 +16,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import BlockTable, SlotAssignment, Span, StepPlan, StepTokens
 from inflight.contracts.speculation import Candidate
 from inflight.speculation.draft_cache import DraftCache, DraftLayout, extend
-from inflight.speculation.guesser import NOTHING, Guess
+from inflight.speculation.drafter import NO_DRAFT, DraftTokens
 from inflight.speculation.outcomes import Outcomes
 from inflight.speculation.step_times import StepTimes
 
@@ -27,9 +27,9 @@ MEMORY, SEQUENCE_MEMORY = 0.99, 0.95
 FORGETTING = 0.998
 """How much of it counts after a step that is better off without a draft: in the end it is tried again."""
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
-"""How likely a guess is right as long as nothing was seen, and as how many outcomes that counts."""
+"""How likely a draft token is right before any was verified, and as how many outcomes that counts."""
 MOST_UNSEEN = 512
-"""How many tokens that the draft model has not seen it computes in a step, before anything is guessed."""
+"""How many tokens that the draft model has not seen it computes in a step, before it drafts."""
 STEPS_TO_REPAY = 64
 """Steps in which that must have paid for itself."""
 
@@ -43,51 +43,51 @@ class DraftRunner(Protocol):
 
 
 @dataclass(slots=True)
-class Drafted:
+class DraftedSequence:
     """A sequence, as far as the draft model has to do with it.
 
     Attributes:
         hashes: for each of its tokens, of the tokens up to it.
-        outcomes: of what was guessed for it.
-        guessed: what was guessed last, after its first `num_tokens` tokens.
-        num_seen: how many tokens were computed by then, guesses included.
+        outcomes: of its draft tokens.
+        proposed: the last draft tokens, after its first `num_tokens` tokens.
+        num_seen: how many tokens were computed by then, draft tokens included.
     """
 
     hashes: "array[int]" = field(default_factory=lambda: array("q"))
     outcomes: Outcomes = field(default_factory=lambda: Outcomes(SEQUENCE_MEMORY))
-    guessed: list[int] = field(default_factory=list)
+    proposed: list[int] = field(default_factory=list)
     num_tokens: int = 0
     num_seen: int = 0
 
 
 @dataclass(slots=True)
 class Draft:
-    """What is guessed for one candidate, while that goes on."""
+    """Draft tokens of one candidate, while they are generated."""
 
     candidate: Candidate
     table: BlockTable
     hashes: "array[int]"
     num_seen: int
-    guess: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
 
     def span(self, most: int) -> Span:
         """The next tokens to compute, at most `most`; the last of them gives a token if nothing follows it."""
         token_ids, start = self.candidate.token_ids, self.num_seen
-        known = token_ids[start : start + most] if start < len(token_ids) else self.guess[start - len(token_ids) :]
+        known = token_ids[start : start + most] if start < len(token_ids) else self.token_ids[start - len(token_ids) :]
         is_last = start + len(known) == len(self.hashes)
         return Span(self.candidate.sequence_id, self.candidate.slot, start, known, int(is_last), len(self.hashes))
 
 
-class Drafting:
-    """Guesses of a draft model, for all candidates of a step at once.
+class DraftModelProposer:
+    """Drafts with a draft model, for all candidates of a step at once.
 
     Args:
         num_groups: the draft model's cache groups.
         max_num_tokens: of one of its steps.
-        max_len: nothing is guessed beyond this length of a sequence.
-        vocab_size: of the model whose tokens are guessed.
+        max_len: of a sequence, draft tokens included.
+        vocab_size: of the target model.
         clock: seconds, for how long the draft model runs.
-        keeps_guesses: whether what it has computed of a guess is the same once the guess has turned out right.
+        keeps_drafts: whether the cache of an accepted draft token stays valid.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Drafting:
         vocab_size: int,
         clock: Callable[[], float] = time.perf_counter,
         *,
-        keeps_guesses: bool = True,
+        keeps_drafts: bool = True,
     ) -> None:
         self.times = StepTimes()
         self._runner = runner
@@ -110,10 +110,10 @@ class Drafting:
         self._max_len = max_len
         self._vocab_size = vocab_size
         self._clock = clock
-        self._keeps_guesses = keeps_guesses
+        self._keeps_drafts = keeps_drafts
         self._outcomes = Outcomes(MEMORY)
         self._has_failed = False
-        self._drafted: dict[int, Drafted] = {}
+        self._drafted: dict[int, DraftedSequence] = {}
         self._in_slots = [-1] * self._cache.layout.max_num_seqs
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
@@ -124,20 +124,20 @@ class Drafting:
     # ------------------------------------------------------------------------------------- whether it is worth it
 
     def chance(self, candidate: Candidate) -> float:
-        """How likely each token guessed for a sequence is right if those before it are; 0 if none can be guessed."""
-        if self._has_failed or len(candidate.token_ids) + candidate.max_guessed_tokens > self._max_len:
+        """How likely each draft token of a sequence is right if those before it are; 0 if there can be none."""
+        if self._has_failed or len(candidate.token_ids) + candidate.max_draft_tokens > self._max_len:
             return 0.0
-        drafted = self._drafted.setdefault(candidate.sequence_id, Drafted())
-        for guessed, token_id in zip(drafted.guessed, candidate.token_ids[drafted.num_tokens :], strict=False):
+        drafted = self._drafted.setdefault(candidate.sequence_id, DraftedSequence())
+        for proposed, token_id in zip(drafted.proposed, candidate.token_ids[drafted.num_tokens :], strict=False):
             for outcomes in (self._outcomes, drafted.outcomes):
-                outcomes.observe(guessed == token_id)
-            if guessed != token_id:
+                outcomes.observe(proposed == token_id)
+            if proposed != token_id:
                 break
-        drafted.guessed = []
+        drafted.proposed = []
         return drafted.outcomes.chance(self._outcomes.chance(PRIOR, PRIOR_WEIGHT), PRIOR_WEIGHT)
 
     def seconds(self, candidates: Sequence[Candidate], length: int) -> float:
-        """How long it takes to guess `length` tokens for each of these, whose `chance` was asked; 0: not known yet."""
+        """How long it takes to draft `length` tokens for each of these, whose `chance` was asked; 0: not known yet."""
         of_step = self.times.seconds(len(candidates))
         if of_step is None:
             return 0.0
@@ -150,9 +150,9 @@ class Drafting:
         """A step is better off without a draft."""
         self._outcomes.fade(FORGETTING)
 
-    # ------------------------------------------------------------------------------------- guessing
+    # ------------------------------------------------------------------------------------- drafting
 
-    def guess(self, candidates: Sequence[Candidate], length: int) -> list[Guess]:
+    def propose(self, candidates: Sequence[Candidate], length: int) -> list[DraftTokens]:
         """Up to `length` tokens for each candidate whose `chance` was asked: fewer if one of them ends the sequence,
         none if there is much that the draft model has not seen yet."""
         drafts = [self._begin(each) for each in candidates]
@@ -162,7 +162,9 @@ class Drafting:
                 spans.append((draft, draft.span(budget)))
                 budget -= spans[-1][1].length
         while spans:
-            spans = [(draft, draft.span(1)) for draft in self._run(spans) if len(draft.guess) < _most(draft, length)]
+            spans = [
+                (draft, draft.span(1)) for draft in self._run(spans) if len(draft.token_ids) < _most(draft, length)
+            ]
         return [self._end(draft) for draft in drafts]
 
     def _begin(self, candidate: Candidate) -> Draft:
@@ -171,14 +173,14 @@ class Drafting:
         num_seen = min(self._cache.num_seen(table, hashes), len(hashes) - 1)  # the last one is computed for its logits
         return Draft(candidate, table, hashes[:], num_seen)
 
-    def _end(self, draft: Draft) -> Guess:
+    def _end(self, draft: Draft) -> DraftTokens:
         drafted, candidate = self._drafted[draft.candidate.sequence_id], draft.candidate
         drafted.num_seen = self._num_lasting(draft, draft.num_seen)
-        if not draft.guess:
-            return NOTHING
+        if not draft.token_ids:
+            return NO_DRAFT
         chance = self.chance(candidate)
-        drafted.guessed, drafted.num_tokens = draft.guess, len(candidate.token_ids)
-        return Guess(draft.guess, [chance] * len(draft.guess))
+        drafted.proposed, drafted.num_tokens = draft.token_ids, len(candidate.token_ids)
+        return DraftTokens(draft.token_ids, [chance] * len(draft.token_ids))
 
     def _run(self, spans: Sequence[tuple[Draft, Span]]) -> list[Draft]:
         """Compute spans; return the drafts that have got another token and may have more."""
@@ -194,7 +196,7 @@ class Drafting:
         try:
             chosen = self._runner.run(plan)
         except Exception:
-            logger.exception("the draft model failed; from now on it guesses nothing")
+            logger.exception("the draft model failed; from now on it drafts nothing")
             self._has_failed = True
             return []
         self.times.observe(plan.num_tokens, self._clock() - start)
@@ -204,14 +206,14 @@ class Drafting:
             draft.num_seen = span.end
             for token_id in given.token_ids:
                 if token_id < self._vocab_size and token_id not in draft.candidate.stop_token_ids:
-                    draft.guess.append(token_id)
+                    draft.token_ids.append(token_id)
                     extend(draft.hashes, [token_id])
                     going_on.append(draft)
         return going_on
 
     def _num_lasting(self, draft: Draft, num_tokens: int) -> int:
         """How many of the first tokens of a sequence need not be computed again."""
-        return num_tokens if self._keeps_guesses else min(num_tokens, len(draft.candidate.token_ids))
+        return num_tokens if self._keeps_drafts else min(num_tokens, len(draft.candidate.token_ids))
 
     def _assignments(self, candidates: Iterable[Candidate]) -> Iterator[SlotAssignment]:
         """The sequences that have moved into a slot since the draft model last saw one there."""
@@ -228,4 +230,4 @@ class Drafting:
 
 
 def _most(draft: Draft, length: int) -> int:
-    return min(length, draft.candidate.max_guessed_tokens)
+    return min(length, draft.candidate.max_draft_tokens)

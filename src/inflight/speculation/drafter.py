@@ -1,4 +1,4 @@
-"""`Guesser`: one way to guess what comes next in a sequence, and how often it is right."""
+"""`Drafter`: one source of draft tokens, and how likely they are accepted."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -6,7 +6,7 @@ from typing import NamedTuple, Protocol
 from inflight.contracts.speculation import Candidate
 
 
-class Guess(NamedTuple):
+class DraftTokens(NamedTuple):
     """Tokens that may come next.
 
     Attributes:
@@ -17,17 +17,17 @@ class Guess(NamedTuple):
     chances: Sequence[float]
 
 
-NOTHING = Guess((), ())
+NO_DRAFT = DraftTokens((), ())
 
 
-class Guesser(Protocol):
-    """Guesses for one sequence at a time."""
+class Drafter(Protocol):
+    """Drafts for one sequence at a time."""
 
-    def guess(self, candidate: Candidate) -> Guess:
-        """Return at most `candidate.max_guessed_tokens` tokens that may follow `candidate.token_ids`.
+    def propose(self, candidate: Candidate) -> DraftTokens:
+        """Return at most `candidate.max_draft_tokens` tokens that may follow `candidate.token_ids`.
 
-        A guesser that learns finds what became of earlier guesses in `candidate.token_ids`. Not all that is guessed
-        was computed.
+        A drafter that learns compares `candidate.token_ids` with its earlier draft tokens. Not all of them were
+        verified.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""A draft model guesses: nothing changes, what it is right about saves steps, and it computes no token twice."""
+"""A draft model changes no output, saves steps by accepted draft tokens, and computes no token twice."""
 
 import copy
 from array import array
@@ -13,7 +13,7 @@ from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
 from inflight.contracts.speculation import Candidate
 from inflight.demo_model import DEMO_MODEL
-from inflight.speculation import Drafting, DraftLayout
+from inflight.speculation import DraftLayout, DraftModelProposer
 from tests import zoo
 from tests.speculation.oracle import make_rows_free
 from tests.speculation.random_requests import generate, random_requests, said
@@ -32,8 +32,8 @@ def drafted(draft_model: object = DEMO_MODEL, **options: Any) -> LLM:
 def watch(llm: LLM) -> list[StepPlan]:
     """The plans that the draft model runs."""
     assert llm.engine._speculation is not None
-    assert llm.engine._speculation._drafting is not None
-    runner, plans = llm.engine._speculation._drafting._runner, []
+    assert llm.engine._speculation._proposer is not None
+    runner, plans = llm.engine._speculation._proposer._runner, []
     run = runner.run
 
     def watched(plan: StepPlan) -> StepTokens:
@@ -59,7 +59,7 @@ def weak_draft(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7, 1.5])
 @pytest.mark.thorough("0.0")
-def test_the_same_model_guesses_everything(temperature: float) -> None:
+def test_the_same_model_drafts_everything(temperature: float) -> None:
     """At any temperature: it takes the random number that the model will take."""
     params = SamplingParams(temperature=temperature, top_p=0.95, seed=1, max_tokens=100, logprobs=2, ignore_eos=True)
     prompts = ["Once upon a time", "Tom had a red ball. " * 20]
@@ -67,7 +67,7 @@ def test_the_same_model_guesses_everything(temperature: float) -> None:
     outputs = generate(llm, prompts, [params] * 2)
     for output, wanted in zip(outputs, generate(LLM(speculation="off"), prompts, [params] * 2), strict=True):
         assert said(output) == said(wanted)
-        assert output.metrics.num_accepted_tokens == output.metrics.num_guessed_tokens > 80
+        assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 80
     assert llm.engine.stats().num_steps < 12
 
 
@@ -87,7 +87,7 @@ def test_random_requests_do_not_notice_a_draft(options: dict[str, Any], is_weak:
             assert said(output) == said(wanted)
     stats = llm.engine.stats()
     assert stats.num_accepted_tokens > 100
-    assert (stats.num_accepted_tokens < stats.num_guessed_tokens) or not is_weak
+    assert (stats.num_accepted_tokens < stats.num_draft_tokens) or not is_weak
     assert bool(stats.num_preemptions) == bool(options)
     llm.engine.scheduler.block_pool.check([])
 
@@ -125,7 +125,7 @@ def test_a_draft_that_fails_is_not_asked_again() -> None:
         num_calls.append(plan.num_tokens)
         raise RuntimeError("out of memory")
 
-    llm.engine._speculation._drafting._runner.run = fail  # type: ignore[union-attr, method-assign]
+    llm.engine._speculation._proposer._runner.run = fail  # type: ignore[union-attr, method-assign]
     (output,) = generate(llm, ["Once upon a time"], [params])
     (wanted,) = generate(LLM(speculation="off"), ["Once upon a time"], [params])
     assert said(output) == said(wanted)
@@ -146,7 +146,7 @@ def test_windows_of_the_model_and_of_the_draft(tmp_path: Path) -> None:
     make_rows_free(llm.engine)
     for output, wanted in zip(llm.generate(prompts, params, use_tqdm=False), expected, strict=True):
         assert said(output) == said(wanted)
-        assert output.metrics.num_accepted_tokens == output.metrics.num_guessed_tokens > 40
+        assert output.metrics.num_accepted_tokens == output.metrics.num_draft_tokens > 40
 
 
 @pytest.mark.parametrize(
@@ -180,15 +180,15 @@ class Wrong:
 
 
 def test_a_draft_that_is_wrong_is_trusted_less_and_in_the_end_again() -> None:
-    drafting = Drafting(Wrong(), DraftLayout(0, 8, 16, 1, 4), 1, 64, 1000, 100)
+    proposer = DraftModelProposer(Wrong(), DraftLayout(0, 8, 16, 1, 4), 1, 64, 1000, 100)
     candidate = Candidate(0, [1, 2], 1, 4, block_tables=(array("i", [0, 1]),))
-    chances = [drafting.chance(candidate)]
+    chances = [proposer.chance(candidate)]
     for _ in range(18):
-        assert drafting.guess([candidate], 2)[0].token_ids == [7, 7]
+        assert proposer.propose([candidate], 2)[0].token_ids == [7, 7]
         candidate = candidate._replace(token_ids=[*candidate.token_ids, 9])
-        chances.append(drafting.chance(candidate))
+        chances.append(proposer.chance(candidate))
     assert chances == sorted(chances, reverse=True)
     assert chances[-1] < 0.3 < chances[0]
     for _ in range(3000):
-        drafting.do_without()
-    assert drafting.chance(candidate._replace(sequence_id=1)) > 0.6
+        proposer.do_without()
+    assert proposer.chance(candidate._replace(sequence_id=1)) > 0.6

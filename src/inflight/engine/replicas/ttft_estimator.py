@@ -1,4 +1,4 @@
-"""`Expectation`: how long a request waits for its first token, learned from those that got one. Pure."""
+"""`TtftEstimator`: how long a request waits for its first token, learned from those that got one. Pure."""
 
 from dataclasses import dataclass
 
@@ -10,15 +10,15 @@ LARGEST_SURPRISE = 3.0
 """A time counts as at most this multiple of the expected one: a replica that was held up says nothing about load."""
 MIN_SECONDS = 1e-6
 """Times are compared relatively to themselves, but no finer than this."""
-FIRST_GUESS = np.array([0.01, 2e-4, 2e-3])
+FIRST_ESTIMATE = np.array([0.01, 2e-4, 2e-3])
 """Seconds for a request, for each token owed and for each sequence that runs, until something is known. Of a machine
 of another pace, this multiple of these."""
 TRUST = 0.05
-"""How many requests the first guess counts as."""
+"""How many requests the first estimate counts as."""
 
 
 @dataclass(slots=True)
-class Load:
+class ReplicaLoad:
     """What a replica has to do when a request comes to it.
 
     Attributes:
@@ -30,7 +30,7 @@ class Load:
     num_running: int = 0
 
 
-class Expectation:
+class TtftEstimator:
     """Seconds to the first token as a straight line over a replica's load: least squares on relative errors without
     negative coefficients, in which what was learned earlier fades. Beyond the slots, a request also waits until others
     have ended.
@@ -42,19 +42,19 @@ class Expectation:
     def __init__(self, num_slots: int) -> None:
         self._num_slots = num_slots
         self._seconds_of_run = 0.0
-        self._line = FIRST_GUESS
+        self._line = FIRST_ESTIMATE
         self._pace = 1.0
         self._squares = np.zeros((3, 3))  # normal equations
         self._targets = np.zeros(3)
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: ReplicaLoad) -> float:
         """What is expected for a request whose own tokens are among those that are owed."""
         offset, per_token, per_sequence = self._line.tolist()
         beyond = max(0, load.num_running + 1 - self._num_slots)
         waiting = beyond * self._seconds_of_run / self._num_slots
         return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
 
-    def observe_first_token(self, load: Load, seconds: float) -> None:
+    def observe_first_token(self, load: ReplicaLoad, seconds: float) -> None:
         """Learn from a request that met this load and got its first token after `seconds`."""
         if load.num_running >= self._num_slots:
             return
@@ -62,7 +62,7 @@ class Expectation:
         if not is_first:
             seconds = min(seconds, LARGEST_SURPRISE * max(MIN_SECONDS, self.seconds(load)))
         sizes = np.array([1.0, load.num_owed, load.num_running])
-        pace = seconds / float(FIRST_GUESS @ sizes)
+        pace = seconds / float(FIRST_ESTIMATE @ sizes)
         self._pace = pace if is_first else FORGETTING * self._pace + (1 - FORGETTING) * pace
         self._squares = FORGETTING * self._squares + np.outer(sizes, sizes) / seconds**2
         self._targets = FORGETTING * self._targets + sizes / seconds
@@ -73,8 +73,8 @@ class Expectation:
         self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
 
     def _solved(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
-        line, kept, guess = np.zeros(3), [0, 1, 2], self._pace * FIRST_GUESS
-        squares, targets = self._squares + np.diag(TRUST / guess**2), self._targets + TRUST / guess
+        line, kept, estimate = np.zeros(3), [0, 1, 2], self._pace * FIRST_ESTIMATE
+        squares, targets = self._squares + np.diag(TRUST / estimate**2), self._targets + TRUST / estimate
         while kept:
             values = np.linalg.solve(squares[np.ix_(kept, kept)], targets[kept])
             if values.min() >= 0:

@@ -1,4 +1,4 @@
-"""Figure: guessed tokens, step by step: which came true, and which were computed for nothing."""
+"""Figure: draft tokens, step by step: which came true, and which were computed for nothing."""
 
 from dataclasses import replace
 
@@ -15,7 +15,7 @@ OTHER_WORDS = {15: " silver", 34: " the"}
 MOST_SIGNS = 9
 
 
-def guessing() -> Drawing:
+def draft_tokens() -> Drawing:
     """Draw a story that was predicted but for two words, as the embedded model writes it."""
     llm, records = LLM(max_num_seqs=1), list[StepRecord]()
     tokenizer = llm.tokenizer
@@ -37,8 +37,8 @@ def guessing() -> Drawing:
     figure = new_figure(9, 1.2 + 0.17 * len(spans))
     panel = figure.subplots()
     for row, span in enumerate(spans):
-        first = span.start + span.length - span.num_guessed - num_prompt  # where the step's own token lies
-        places = list(range(first, first + 1 + span.num_guessed))
+        first = span.start + span.length - span.num_draft_tokens - num_prompt  # where the step's own token lies
+        places = list(range(first, first + 1 + span.num_draft_tokens))
         kinds = [DECODE] + [ACCEPTED] * span.num_accepted
         for place, colour in zip(places, kinds, strict=False):
             panel.barh(row, 0.9, left=place, height=0.8, color=colour)
@@ -49,12 +49,12 @@ def guessing() -> Drawing:
     panel.set_yticks(range(0, len(spans), 2))
     panel.set_ylim(len(spans) - 0.4, -0.8)
     panel.set_xlim(-1, len(tokens) + 0.5)
-    title = "green: chosen from the step's own row; blue: guessed, and right; red: guessed, and wrong"
+    title = "green: chosen from the step's own row; blue: accepted draft tokens; red: rejected draft tokens"
     tidy(panel, title, "tokens of the output", "step")
     numbers = {
         "tokens": len(tokens),
         "steps": len(spans),
-        "guessed": sum(span.num_guessed for span in spans),
+        "proposed": sum(span.num_draft_tokens for span in spans),
         "right": sum(span.num_accepted for span in spans),
     }
     return Drawing(figure, numbers)

@@ -57,15 +57,15 @@ def test_bits_do_not_depend_on_company(name: str, precision: str, tmp_path: Path
         assert (scored(output) == scored(other)) is (adapter is None)
 
 
-def test_a_fork_and_a_guess_have_the_adapter_of_their_prompt(tmp_path: Path) -> None:
-    """Siblings share the prompt's blocks, and guessed tokens run with the sequence's adapter."""
+def test_a_fork_and_draft_tokens_have_the_adapter_of_their_prompt(tmp_path: Path) -> None:
+    """Siblings share the prompt's blocks, and draft tokens run with the sequence's adapter."""
     model = zoo.build("llama")
     adapters = {"a": write_adapter(tmp_path / "a", modules_of(model, "q_proj", "down_proj"), 1)}
     prompt = [1, 2, 3, 4, 5, 6, 7, 8] * 5
     params = SamplingParams(n=3, temperature=1, seed=5, max_tokens=24, logprobs=0, ignore_eos=True)
-    guessing = LLM(model, adapters=adapters, speculation="lookup", block_size=4)
+    speculating = LLM(model, adapters=adapters, speculation="lookup", block_size=4)
     plain = LLM(model, adapters=adapters, speculation="off", block_size=4, max_num_seqs=1)
-    (given,) = guessing.generate([prompt], params, use_tqdm=False, adapter="a")
+    (given,) = speculating.generate([prompt], params, use_tqdm=False, adapter="a")
     (expected,) = plain.generate([prompt], params, use_tqdm=False, adapter="a")
     assert scored(given) == scored(expected)
 

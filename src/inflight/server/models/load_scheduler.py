@@ -1,4 +1,4 @@
-"""`Roster`: decides which models are loaded, which are given up for others, and whose turn it is. Does nothing itself.
+"""`LoadScheduler`: decides which models to load and to unload, and which request is next. Does nothing itself.
 
 Requests for models stand in one queue, first come, first served. A model is loaded if there is room for it; else the
 least recently used idle one goes first. If all are in use, the least recently used one is *closed*: requests for it
@@ -67,7 +67,7 @@ class Decision:
     admitted: list[int] = field(default_factory=list)
 
 
-class Roster:
+class LoadScheduler:
     """Times are seconds of any clock.
 
     Args:

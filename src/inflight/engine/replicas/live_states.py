@@ -1,5 +1,5 @@
-"""Looking at running engines: `looks` asks each of them now and again; `RequestNames` knows what their callers call the
-requests, which have addresses there."""
+"""Live states of running engines: `live_states` polls them; `RequestNames` maps requests' addresses to their callers'
+names."""
 
 import asyncio
 from collections import deque
@@ -40,12 +40,12 @@ class RequestNames:
                 old_session, old_address = self._ended.popleft()
                 self._names.get(old_session, {}).pop(old_address, None)
 
-    def of(self, session: Session) -> dict[str, str]:
+    def for_session(self, session: Session) -> dict[str, str]:
         """The names of a session's requests, by address."""
         return self._names.get(session, {})
 
 
-async def looks(
+async def live_states(
     sessions: Callable[[], Mapping[int, Session]],
     names: RequestNames,
     interval: float,
@@ -72,7 +72,7 @@ async def looks(
             seen: dict[int, LiveState] = {}
             for number, session in running.items():
                 if asked[session].done() and asked[session].exception() is None:
-                    seen[number] = asked[session].result().renamed(names.of(session))
+                    seen[number] = asked[session].result().renamed(names.for_session(session))
             asked = {session: task for session, task in asked.items() if not task.done()}
             yield seen
             await asyncio.sleep(next_look - loop.time())

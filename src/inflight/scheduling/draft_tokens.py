@@ -1,8 +1,7 @@
-"""`Guessing`: draft tokens, which a step computes before it is known whether they are right.
+"""`DraftPlanner`: draft tokens, which a step computes before it is known whether they are right.
 
-Decodes may be followed by guessed tokens, as far as the budget and free blocks last once everything else is planned: no
-sequence waits, and none is preempted for a guess. Whose tokens are guessed, how many and by what, a `Speculator`
-decides.
+Decodes may be followed by draft tokens, as far as the budget and free blocks last once everything else is planned: no
+sequence waits, and none is preempted for a draft token. A `Speculator` decides which sequences get how many.
 """
 
 from collections.abc import Mapping
@@ -14,11 +13,11 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.sequence import Sequence
 
 
-class Guessing:
-    """Adds guessed tokens to the steps of one scheduler.
+class DraftPlanner:
+    """Adds draft tokens to the steps of one scheduler.
 
     Args:
-        recompute_beyond: no guess takes a sequence past this length, because the model sees it differently from
+        recompute_beyond: no draft token takes a sequence past this length, because the model sees it differently from
             then on; None: there is no such length.
     """
 
@@ -27,33 +26,33 @@ class Guessing:
         self._block_pool = block_pool
         self._recompute_beyond = recompute_beyond
 
-    def guess(self, lengths: Mapping[Sequence, int], budget: int) -> dict[Sequence, SequenceOf[int]]:
-        """The guessed tokens of a step's sequences, where there are any; their tables have room for them.
+    def propose(self, lengths: Mapping[Sequence, int], budget: int) -> dict[Sequence, SequenceOf[int]]:
+        """The draft tokens of a step's sequences, where there are any; their tables have room for them.
 
         Args:
-            lengths: the tokens that each sequence computes without guesses.
+            lengths: the tokens that each sequence computes without draft tokens.
             budget: how many tokens the step may have in addition.
         """
         if budget <= 0 or not self._speculator.is_ready:
             return {}
-        most = min(budget, self._speculator.max_guessed_tokens)
+        most = min(budget, self._speculator.max_draft_tokens)
         sequences = [each for each, length in lengths.items() if length == 1 and self._room(each) > 0]
         if not sequences:
             return {}
         candidates = [_candidate(each, min(self._room(each), most)) for each in sequences]
         num_rows = sum(length == sequence.num_uncomputed_tokens for sequence, length in lengths.items())
-        guesses = self._speculator.guess(candidates, sum(lengths.values()), num_rows, budget)
-        guessed = {}
-        for sequence, candidate, token_ids in zip(sequences, candidates, guesses, strict=True):
-            num_allowed = min(candidate.max_guessed_tokens, budget, len(token_ids))
+        drafts = self._speculator.propose(candidates, sum(lengths.values()), num_rows, budget)
+        proposed = {}
+        for sequence, candidate, token_ids in zip(sequences, candidates, drafts, strict=True):
+            num_allowed = min(candidate.max_draft_tokens, budget, len(token_ids))
             num_allowed = self._grow(sequence, num_allowed)
             if num_allowed > 0:
-                guessed[sequence] = token_ids[:num_allowed]
+                proposed[sequence] = token_ids[:num_allowed]
                 budget -= num_allowed
-        return guessed
+        return proposed
 
     def _room(self, sequence: Sequence) -> int:
-        """How many tokens may be guessed: the token after the last one is never computed."""
+        """How many draft tokens there may be: the token after the last one is never computed."""
         longest = sequence.request.max_num_tokens - 1
         if sequence.num_uncomputed_tokens != 1 or not sequence.request.params.speculation:
             return 0
@@ -61,19 +60,19 @@ class Guessing:
             longest = min(longest, self._recompute_beyond)
         return longest - len(sequence.token_ids)
 
-    def _grow(self, sequence: Sequence, num_guessed: int) -> int:
-        """Make room for guesses after a sequence's last token; return for how many there is room."""
+    def _grow(self, sequence: Sequence, num_draft_tokens: int) -> int:
+        """Make room for draft tokens after a sequence's last token; return for how many there is room."""
         tables, num_tokens = sequence.block_tables, len(sequence.token_ids)
-        if self._block_pool.grow(tables, num_tokens + num_guessed):
-            return num_guessed
+        if self._block_pool.grow(tables, num_tokens + num_draft_tokens):
+            return num_draft_tokens
         return sequence.num_blocks * self._block_pool.block_size - num_tokens
 
 
-def num_right_guesses(span: Span, new_token_ids: SequenceOf[int]) -> int:
-    """How many of a span's guesses came true. The last new token is not computed, whether or not it was guessed."""
+def num_accepted_tokens(span: Span, new_token_ids: SequenceOf[int]) -> int:
+    """Count a span's accepted draft tokens. The last new token is not computed, whether or not it was drafted."""
     num_right = 0
-    for guessed, new in zip(span.guessed_ids, new_token_ids[:-1], strict=False):
-        if guessed != new:
+    for proposed, new in zip(span.draft_token_ids, new_token_ids[:-1], strict=False):
+        if proposed != new:
             break
         num_right += 1
     return num_right

@@ -37,6 +37,7 @@ from benchmarks.workloads import WORKLOADS
 from inflight import AsyncLLM, SamplingParams
 from inflight.contracts.config import ROUTINGS, EngineConfig
 from inflight.contracts.record import RecordTo
+from inflight.engine.fleet import Fleet
 from inflight.engine.process.connection import ProcessConnection
 from inflight.observe.recorder import read_recording
 from inflight.simulate import Lengths, SimulatedRequest, SyntheticLoad, fit_cost, simulate_replicas
@@ -209,7 +210,7 @@ async def memory(options: argparse.Namespace) -> None:
     seconds: dict[str, list[float]] = {"shared": [], "not shared": []}
     async with running(options.model, 2, **common) as shared:
         alone = AsyncLLM(str(model_folder(options.model)), replicas=2, **common)
-        assert alone._client._launches is not None
+        assert isinstance(alone._client, Fleet)
         alone._client._launches._weights_files = {}
         async with alone:
             while len(alone._client.sessions()) < 2:
@@ -229,7 +230,7 @@ async def memory(options: argparse.Namespace) -> None:
 
 def proportional_memory(session: Any) -> int:
     """MiB of a process, shared pages divided among those who share them."""
-    connection = session._connection
+    connection = session.connection
     assert isinstance(connection, ProcessConnection)
     text = Path(f"/proc/{connection.pid}/smaps_rollup").read_text()
     found = re.search(r"Pss:\s+(\d+) kB", text)

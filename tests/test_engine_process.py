@@ -20,6 +20,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.demo_model import DEMO_MODEL
+from inflight.engine.client import OneEngine
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.process.loop import MOST_AT_ONCE, serve
@@ -40,7 +41,6 @@ from inflight.engine.process.protocol import (
     to_frame,
 )
 from inflight.engine.process.session import Session
-from inflight.engine.process.supervisor import Supervisor
 
 pytestmark = pytest.mark.usefixtures("started_anew")
 
@@ -159,7 +159,7 @@ class ScriptedEngine:
 
 
 class _Engines:
-    """A supervisor of such engines, the engines that it started, and the delays before each start."""
+    """A client of such an engine, the engines that it started, and the delays before each start."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, restart_delays: tuple[float, ...] = (0.0, 0.0)) -> None:
         self.started: list[ScriptedEngine] = []
@@ -171,8 +171,8 @@ class _Engines:
                 engines.delays.append(delay)
                 super().__init__(connect, 0.0, *others)
 
-        monkeypatch.setattr("inflight.engine.process.supervisor.Session", NoDelay)
-        self.supervisor = Supervisor(self._connect, restart_delays)
+        monkeypatch.setattr("inflight.engine.client.Session", NoDelay)
+        self.client = OneEngine(self._connect, restart_delays)
 
     def _connect(self) -> ScriptedEngine:
         self.started.append(ScriptedEngine())
@@ -180,7 +180,7 @@ class _Engines:
         return self.started[-1]
 
     def session(self) -> Session:
-        return self.supervisor.start().result(60)
+        return self.client.start().result(60)
 
     def crash(self, *events: Event) -> None:
         """Make the running engine print something and die."""
@@ -228,7 +228,7 @@ def test_every_waiting_caller_is_told_that_the_engine_died_and_the_next_call_res
         assert engines.session() is not session
 
     run(check())
-    assert engines.supervisor.num_crashes == 1
+    assert engines.client.num_crashes == 1
 
 
 def test_an_engine_that_fails_reports_the_reason(engines: _Engines) -> None:
@@ -250,10 +250,10 @@ def test_an_engine_that_dies_three_times_in_a_row_is_not_restarted_until_it_is_s
         engines.crash()
     for _ in range(2):
         with pytest.raises(EngineDeadError, match=r"died 3 times in a row; .* killed by SIGTEST"):
-            engines.supervisor.start()
+            engines.client.start()
     assert len(engines.started) == 3
     assert engines.delays == [0.0, pytest.approx(5_000, abs=1_000), pytest.approx(10_000, abs=1_000)]
-    engines.supervisor.stop()
+    engines.client.stop()
     assert engines.session().ready == READY
     assert engines.delays[3:] == [0.0]
 
@@ -262,28 +262,27 @@ def test_a_request_that_succeeds_resets_the_crash_count(engines: _Engines) -> No
     for _ in range(5):
         engines.crash()
         engines.crash(DONE)
-    assert engines.supervisor.num_crashes == 10
+    assert engines.client.num_crashes == 10
 
 
 def test_an_abort_or_an_error_does_not_reset_the_crash_count(engines: _Engines) -> None:
     for reason in ("abort", "error", None):
         engines.crash(Outputs([SequenceOutput("0", 0, [1], reason)]))  # type: ignore[arg-type]
     with pytest.raises(EngineDeadError):
-        engines.supervisor.start()
+        engines.client.start()
 
 
 def test_stopping_is_not_a_crash_and_every_caller_is_told(engines: _Engines) -> None:
     async def check() -> None:
         with engines.session().mailbox() as mailbox:
-            stopped = engines.supervisor.stop()
-            assert stopped is not None
+            (stopped,) = engines.client.stop()
             with pytest.raises(EngineDeadError, match="was stopped"):
                 await mailbox.read()
             stopped.join()
 
     run(check())
-    assert engines.supervisor.num_crashes == 0
-    assert engines.supervisor.stop() is None
+    assert engines.client.num_crashes == 0
+    assert engines.client.stop() == []
 
 
 def test_an_engine_can_be_stopped_before_it_starts() -> None:
@@ -292,10 +291,9 @@ def test_an_engine_can_be_stopped_before_it_starts() -> None:
     never.join()
     with pytest.raises(EngineDeadError, match="was stopped"):
         never.started.result()
-    loading = Supervisor(ScriptedEngine)
+    loading = OneEngine(ScriptedEngine)
     started = loading.start()
-    session = loading.stop()
-    assert session is not None
+    (session,) = loading.stop()
     session.join()
     with pytest.raises(EngineDeadError, match="was stopped"):
         started.result()
@@ -318,11 +316,11 @@ def test_an_engine_whose_model_cannot_be_loaded_reports_that(
             engine.events.put(event)
         return engine
 
-    supervisor = Supervisor(connect, (0.0, 0.0))
+    client = OneEngine(connect, (0.0, 0.0))
     for _ in range(2):
         with pytest.raises(error, match=sentence):
-            supervisor.start().result(60)
-    assert supervisor.num_crashes == (0 if error is ModelError else 2)
+            client.start().result(60)
+    assert client.num_crashes == (0 if error is ModelError else 2)
 
 
 def test_an_engine_that_cannot_be_started_reports_that() -> None:
@@ -330,15 +328,15 @@ def test_an_engine_that_cannot_be_started_reports_that() -> None:
         raise OSError("no more processes")
 
     with pytest.raises(EngineDeadError, match="no more processes"):
-        Supervisor(connect).start().result(60)
+        OneEngine(connect).start().result(60)
 
 
 def test_a_caller_that_stops_waiting_for_the_start_does_not_cancel_it_for_others() -> None:
     engine = ScriptedEngine()
-    supervisor = Supervisor(lambda: engine)
+    client = OneEngine(lambda: engine)
 
     async def check() -> None:
-        waiting = [asyncio.ensure_future(asyncio.wrap_future(supervisor.start())) for _ in range(2)]
+        waiting = [asyncio.ensure_future(asyncio.wrap_future(client.start())) for _ in range(2)]
         await asyncio.sleep(0)
         waiting[0].cancel()
         await asyncio.sleep(0)

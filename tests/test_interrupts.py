@@ -31,7 +31,12 @@ from tests.speculation.oracle import make_rows_free
 from tests.text.tokenizers_for_tests import byte_level
 
 ROOT = Path(inflight.__file__).parent
-CALLERS_SIDE = ("llm.py", "replicas/offline_call.py", "replicas/engine_client.py", "engine/process/session.py")
+CALLERS_SIDE = (
+    "entrypoints/llm.py",
+    "entrypoints/offline_call.py",
+    "engine/client.py",
+    "engine/process/session.py",
+)
 TRACED = {str(ROOT / name) for name in CALLERS_SIDE}
 LOCKED = {
     (path, number)

@@ -18,10 +18,10 @@ from tests.stepper import Stepper
 
 
 def kill_engine(llm: AsyncLLM) -> None:
-    session = llm._client._supervisors[0]._session
+    session = llm._client._session
     assert session is not None
-    assert isinstance(session._connection, ProcessConnection)
-    os.kill(session._connection.pid, signal.SIGKILL)
+    assert isinstance(session.connection, ProcessConnection)
+    os.kill(session.connection.pid, signal.SIGKILL)
 
 
 def test_if_the_engine_is_killed_every_caller_is_told_and_the_next_call_restarts_it(process_llm: AsyncLLM) -> None:
@@ -118,7 +118,7 @@ def test_an_engine_without_references_ends(monkeypatch: pytest.MonkeyPatch) -> N
     async def check() -> Any:
         llm = AsyncLLM(zoo.build("gpt2"), in_process=True)
         await last(llm, [1, 2, 3], GREEDY)
-        return llm._client._supervisors[0]._session
+        return llm._client._session
 
     session = asyncio.run(check())
     session._thread.join(60)

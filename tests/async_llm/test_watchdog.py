@@ -79,10 +79,10 @@ def test_an_engine_that_is_stopped_is_killed_and_started_again(monkeypatch: pyte
         async with AsyncLLM(num_blocks=2000, restart_delays=(0.0,) * 9, step_timeout=3.0) as llm:
             stream = llm.generate(PROMPTS[0], ENDLESS)
             await anext(stream)
-            session = llm._client._supervisors[0]._session
+            session = llm._client._session
             assert session is not None
-            assert isinstance(session._connection, ProcessConnection)
-            os.kill(session._connection.pid, signal.SIGSTOP)
+            assert isinstance(session.connection, ProcessConnection)
+            os.kill(session.connection.pid, signal.SIGSTOP)
             with pytest.raises(EngineDeadError, match=r"the engine did not answer for \S+ s, and was killed"):
                 async for _ in stream:
                     pass

@@ -104,7 +104,7 @@ def command_of(pid: int) -> bytes:
 
 
 def engine_pid(llm: AsyncLLM) -> int:
-    connection = llm._client.sessions()[0]._connection
+    connection = llm._client.sessions()[0].connection
     assert isinstance(connection, ProcessConnection)
     return connection.pid
 

@@ -169,7 +169,7 @@ class Soak:
             await asyncio.sleep(rng.uniform(*SECONDS_BETWEEN_KILLS))
             sessions = list(self.llm._client.sessions().values())
             if len(sessions) == 2:  # one always lives
-                connection = rng.choice(sessions)._connection
+                connection = rng.choice(sessions).connection
                 assert isinstance(connection, ProcessConnection)
                 os.kill(connection.pid, signal.SIGKILL)
                 self.tally.num_kills += 1

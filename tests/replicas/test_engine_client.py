@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
-from inflight.engine.client import EngineClient
+from inflight.engine.fleet import Fleet
 from inflight.engine.process.protocol import Failed
 from tests.coroutines import run
 from tests.test_engine_process import READY, ScriptedEngine
@@ -18,8 +18,12 @@ class Engines:
     def __init__(self, number: int = 2, after: Sequence[int | None] = (), delays: Sequence[float] = (0.0, 0.0)) -> None:
         self.started: list[list[ScriptedEngine]] = [[] for _ in range(number)]
         self.refuses: set[int] = set()
-        connects = [lambda number=number: self._connect(number) for number in range(number)]
-        self.client = EngineClient(connects, after or [None] * number, delays, None, "round-robin", 8)
+        self.connects = [lambda number=number: self._connect(number) for number in range(number)]
+        self.after = after or [None] * number
+        self.client = Fleet(self, delays, None, "round-robin", 8)  # type: ignore[arg-type]
+
+    def forget_weights(self) -> None:
+        """What `Launches` does before engines are replaced."""
 
     def _connect(self, number: int) -> ScriptedEngine:
         self.started[number].append(ScriptedEngine())
@@ -36,7 +40,7 @@ class Engines:
     async def load(self, number: int, count: int = 1) -> ScriptedEngine:
         """Let it be loaded."""
         (engine := await self.connected(number, count)).events.put(READY)
-        while number not in self.client.sessions() or self.client.sessions()[number]._connection is not engine:
+        while number not in self.client.sessions() or self.client.sessions()[number].connection is not engine:
             await asyncio.sleep(0.001)
         return engine
 
@@ -94,13 +98,13 @@ def test_a_dead_engines_requests_end_and_others_run_on() -> None:
         first, _ = await engines.load(0), await engines.load(1)
         with engines.client.deliver([1], None) as one, engines.client.deliver([1], None) as other:
             assert one.session is not other.session
-            on_first, on_second = (one, other) if one.session._connection is first else (other, one)
+            on_first, on_second = (one, other) if one.session.connection is first else (other, one)
             first.events.put(None)
             with pytest.raises(EngineDeadError, match="killed by SIGTEST"):
-                await on_first.mailbox.read()
+                await on_first.read()
             assert replicas_of(engines) == {1}
-            on_second.mailbox.put("alive")
-            assert await on_second.mailbox.read() == ["alive"]
+            on_second.put("alive")
+            assert await on_second.read() == ["alive"]
         engines.client.start()
         await engines.load(0, 2)
         assert replicas_of(engines) == {0, 1}
@@ -150,7 +154,7 @@ def test_an_engine_is_replaced_when_the_new_one_is_loaded_and_ends_with_its_last
         old, _ = await engines.load(0), await engines.load(1)
         replacing = engines.client.replace()
         with engines.client.deliver([1], None) as one, engines.client.deliver([1], None) as other:
-            kept = one if one.session._connection is old else other
+            kept = one if one.session.connection is old else other
             replaced = next(replacing)
             assert replicas_of(engines) == {0, 1}  # the old one, as long as the new one is not loaded
             new = await engines.load(0, 2)
@@ -159,12 +163,12 @@ def test_an_engine_is_replaced_when_the_new_one_is_loaded_and_ends_with_its_last
             assert not session.is_stopped
             for _ in range(8):
                 with engines.client.deliver([1], None) as delivery:
-                    assert delivery.session._connection is not old
-            kept.mailbox.put("still served")
-            assert await kept.mailbox.read() == ["still served"]
+                    assert delivery.session.connection is not old
+            kept.put("still served")
+            assert await kept.read() == ["still served"]
         assert session.is_stopped
         await asyncio.to_thread(session.join)
-        assert engines.client.sessions()[0]._connection is new
+        assert engines.client.sessions()[0].connection is new
         assert engines.client.num_crashes == 0
         engines.client.stop()
 
@@ -200,7 +204,7 @@ def test_an_engine_that_dies_while_it_is_replaced_is_not_started_besides() -> No
         await engines.dead(0)
         started = engines.client.start()
         new = await engines.load(0, 2)
-        assert (await asyncio.wrap_future(started))._connection is new
+        assert (await asyncio.wrap_future(started)).connection is new
         assert await asyncio.wrap_future(replaced) is None
         assert len(engines.started[0]) == 2
         engines.client.stop()

@@ -18,7 +18,7 @@ SAMPLED = SamplingParams(temperature=0.9, max_tokens=40, n=2, logprobs=1, prompt
 def kill(llm: LLM, number: int) -> None:
     sessions = llm._client.sessions()
     if number in sessions:
-        connection = sessions[number]._connection
+        connection = sessions[number].connection
         assert isinstance(connection, ProcessConnection)
         os.kill(connection.pid, signal.SIGKILL)
 

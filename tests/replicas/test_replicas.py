@@ -41,7 +41,7 @@ async def all_loaded(llm: AsyncLLM) -> None:
 
 
 def pid_of(llm: AsyncLLM, number: int) -> int:
-    connection = llm._client.sessions()[number]._connection
+    connection = llm._client.sessions()[number].connection
     assert isinstance(connection, ProcessConnection)
     return connection.pid
 

@@ -104,6 +104,21 @@ class ModelInfo:
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         return threads if self.num_ranks == 1 else f"{self.num_ranks} ranks of {threads}"
 
+    def summary(self) -> str:
+        """One line of what an operator wants to know."""
+        num_tokens = self.num_blocks * self.block_size // len(self.cache_groups)
+        options = [
+            f"{self.model_class}, {self.num_parameters / 1e6:,.1f} million parameters, {self.dtype} on {self.device}",
+            self.threads,
+            f"executor {self.executor}, attention {self.attention_backend}, forward pass {self.forward_pass}",
+            *([] if self.quantization is None else [self.quantization]),
+            f"context {self.max_model_len} tokens",
+            f"cache {num_tokens} tokens, {num_tokens * self.kv_bytes_per_token / 1e6:,.0f} MB"
+            if self.pooling is None
+            else f"task {self.pooling.task}",
+        ]
+        return "; ".join(options)
+
 
 def refusal_to_generate(info: ModelInfo) -> InvalidRequestError:
     """What a model that pools answers if it is asked to generate."""

@@ -1,33 +1,34 @@
-"""`EngineClient`: how fronts reach the engines of one model. Starts them, restarts those that have died, gives each
-request to one of them, and puts new ones in their places. Knows no prompt and no text.
+"""`EngineClient`: how fronts reach the engines of one model. Knows no prompt and no text.
 
-Replicas of one NUMA node are loaded one after another: what the first has found out and laid out, the others find. The
-first that is loaded takes all requests until others are.
+`OneEngine` starts an engine, restarts it when it has died, and puts a new one in its place. Several are a `Fleet`
+(`engine.fleet`), which chooses one for each request.
 """
 
 import atexit
+import logging
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager, suppress
-from functools import partial
-from typing import TYPE_CHECKING, Self
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
-from inflight.contracts.outputs import CompletionOutput
 from inflight.contracts.watching import Watching
-from inflight.engine.process.connection import Connection, ThreadConnection
+from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
 from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
-from inflight.engine.process.session import Mailbox, Session
-from inflight.engine.process.supervisor import RESTART_DELAYS, Supervisor
-from inflight.engine.replicas.launch import Launches
-from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
+from inflight.engine.process.session import Mail, Mailbox, Session, shared_future
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
+
+logger = logging.getLogger("inflight.engine")
+
+RESTART_DELAYS = (0.5, 1.0)
+"""Seconds between a crash and the next start, for each crash in a row. After one more crash the engine is given up."""
 
 _in_threads: "WeakSet[EngineClient]" = WeakSet()
 
@@ -39,169 +40,92 @@ def _end_threads() -> None:
         client.close()
 
 
-class Delivery:
-    """A request at one of the engines.
+class EngineClient(ABC):
+    """One engine or several. Any thread may call its methods.
 
     Attributes:
-        session: that engine's.
-        mailbox: what comes back from it.
+        num_replicas: how many engines there are, running or not.
+        num_crashes: how many engines have died.
     """
 
-    def __init__(self, session: Session, mailbox: Mailbox, has_begun: Callable[[], None]) -> None:
-        self.session, self.mailbox = session, mailbox
-        self._result: tuple[Sequence[int], Sequence[CompletionOutput]] = (), ()
-        self._has_begun: Callable[[], None] | None = has_begun
+    num_replicas: int
+    num_crashes: int
 
-    def begin(self) -> None:
-        """Something has come back."""
-        if self._has_begun is not None:
-            self._has_begun()
-            self._has_begun = None
-
-    def end_with(self, prompt: Sequence[int], outputs: Sequence[CompletionOutput]) -> None:
-        """What came of a prompt."""
-        self._result = prompt, outputs
-
-    def token_ids(self) -> list[int]:
-        """Prompt and output, if it has ended: the next prompt may begin so."""
-        prompt, outputs = self._result
-        return [*prompt, *outputs[0].token_ids] if outputs else []
-
-
-class EngineClient:
-    """Any thread may call its methods.
-
-    Args:
-        connects: for each replica, what starts an engine for it.
-        after: for each replica, the one that must be loaded before it; None: it starts at once.
-        restart_delays, step_timeout: see `Supervisor`.
-        routing: see `Router`.
-        num_slots: how many sequences a replica runs at once.
-    """
-
-    def __init__(
-        self,
-        connects: Sequence[Callable[[], Connection]],
-        after: Sequence[int | None],
-        restart_delays: Sequence[float] = RESTART_DELAYS,
-        step_timeout: float | None = None,
-        routing: str = ROUTINGS[0],
-        num_slots: int = 1,
-    ) -> None:
-        names = [f"replica {number}" for number in range(len(connects))] if len(connects) > 1 else ["the engine"]
-        self._supervisors = [
-            Supervisor(connect, restart_delays, step_timeout, name)
-            for connect, name in zip(connects, names, strict=True)
-        ]
-        self._after = after
-        self._routing = routing
-        self._num_slots = num_slots
-        self._lock = threading.Lock()
-        self._router: Router | None = None
-        self._known: dict[int, Session] = {}  # to the router
-        self._is_wanted = False
-        self._tried: set[int] = set()  # those whose first start has ended, well or not
-        self._launches: Launches | None = None
-
-    @classmethod
+    @staticmethod
     def in_thread(
-        cls,
         load: "Callable[[], Engine]",
         watching: Watching | None = None,
         restart_delays: Sequence[float] = RESTART_DELAYS,
         *,
         is_offline: bool = False,
-    ) -> Self:
+    ) -> "EngineClient":
         """An engine in a thread of this process; see `ThreadConnection`."""
-        client = cls([lambda: ThreadConnection(load, watching, is_offline=is_offline)], [None], restart_delays)
+        client = OneEngine(lambda: ThreadConnection(load, watching, is_offline=is_offline), restart_delays)
         _in_threads.add(client)
         return client
 
-    @classmethod
+    @staticmethod
     def in_processes(
-        cls,
         load: Load,
         number: int,
         restart_delays: Sequence[float] = RESTART_DELAYS,
         step_timeout: float | None = None,
         routing: str = ROUTINGS[0],
-    ) -> Self:
+    ) -> "EngineClient":
         """`number` engines, each in a process and on cores of its own."""
-        launches = Launches(load, number)
-        slots = load.config.scheduling.max_num_seqs
-        client = cls(launches.connects, launches.after, restart_delays, step_timeout, routing, slots)
-        client._launches = launches
-        return client
+        if number == 1:
+            return OneEngine(lambda: ProcessConnection(load), restart_delays, step_timeout)
+        from inflight.engine.fleet import Fleet  # which consists of clients
+        from inflight.engine.replicas.launch import Launches
 
-    @property
-    def num_replicas(self) -> int:
-        """How many engines there are, running or not."""
-        return len(self._supervisors)
+        return Fleet(Launches(load, number), restart_delays, step_timeout, routing, load.config.scheduling.max_num_seqs)
 
-    @property
-    def num_crashes(self) -> int:
-        """How many engines have died."""
-        return sum(each.num_crashes for each in self._supervisors)
-
-    def num_crashes_of(self, number: int) -> int:
-        """How many engines of one replica have died."""
-        return self._supervisors[number].num_crashes
-
-    # ------------------------------------------------------------------------------------- engines
-
+    @abstractmethod
     def start(self) -> "Future[Session]":
         """Start all engines that do not run. Returns the first that is loaded, as soon as it is.
 
         Raises `EngineGivenUpError` if each has died too often in a row."""
-        self._is_wanted = True
-        given_up: EngineGivenUpError | None = None
-        started = []
-        for number, after in enumerate(self._after):
-            if after is None or after in self._tried:
-                try:
-                    started.append(self._start(number))
-                except EngineGivenUpError as error:
-                    given_up = error
-        if given_up is not None and not started:
-            raise given_up
-        return started[0] if len(started) == 1 else _first_result(started)
 
+    @abstractmethod
     def stop(self) -> list[Session]:
-        """Tell all engines to end, and return their sessions at once, to be joined."""
-        self._is_wanted = False
-        self._tried.clear()
-        return [session for each in self._supervisors if (session := each.stop()) is not None]
+        """Tell all engines to end, and return their sessions at once, to be joined. The next start counts as the
+        first."""
+
+    @abstractmethod
+    def sessions(self) -> dict[int, Session]:
+        """The engines that are loaded and take requests, by the numbers of their replicas."""
+
+    @abstractmethod
+    def num_crashes_of(self, number: int) -> int:
+        """How many engines of one replica have died."""
+
+    @abstractmethod
+    def replace(self) -> "Iterator[Future[Session | None]]":
+        """Put a new engine in the place of each, one after another: each of these futures is done when the new one is
+        loaded and gets the requests, with the old one, which ends when its last request has; take the next one then.
+        If a new one cannot be loaded, the future has its error, and the old one stays."""
+
+    @abstractmethod
+    def deliver(
+        self,
+        token_ids: Sequence[int],
+        kind: Hashable,
+        num_sequences: int = 1,
+        take: Callable[[Mail], None] | None = None,
+        *,
+        in_background: bool = False,
+    ) -> AbstractContextManager[Mailbox]:
+        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`.
+
+        Args:
+            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+            take: see `Mailbox`.
+        """
 
     def close(self) -> None:
         """End all engines, and wait until they have ended."""
         for session in self.stop():
             session.join()
-
-    def sessions(self) -> dict[int, Session]:
-        """The engines that are loaded and running, by the numbers of their replicas."""
-        running = ((number, each.running) for number, each in enumerate(self._supervisors))
-        return {number: session for number, session in running if session is not None}
-
-    def replace(self) -> "Iterator[Future[Session | None]]":
-        """Put a new engine in the place of each, one after another: each of these futures is done when the new one is
-        loaded and gets the requests, with the old one, which ends when its last request has; take the next one then.
-        If a new one cannot be loaded, the future has its error, and the old one stays."""
-        if self._launches is not None:
-            self._launches.forget_weights()
-        return (each.replace() for each in self._supervisors)
-
-    def _start(self, number: int) -> "Future[Session]":
-        started = self._supervisors[number].start()
-        if number not in self._tried and number in self._after:
-            started.add_done_callback(lambda _: self._start_after(number))
-        return started
-
-    def _start_after(self, number: int) -> None:
-        self._tried.add(number)
-        for follower, after in enumerate(self._after):
-            if after == number and self._is_wanted:
-                with suppress(EngineGivenUpError):  # which the next call will tell
-                    self._start(follower)
 
     def open_adapter(self, source: str) -> "list[Future[object]]":
         """Let all engines read an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
@@ -212,97 +136,120 @@ class EngineClient:
         for session in self.sessions().values():
             session.send(CloseAdapter(source))
 
-    # ------------------------------------------------------------------------------------- requests
 
-    @contextmanager
+class OneEngine(EngineClient):
+    """Keeps one engine running, which starts when it is first asked for.
+
+    Args:
+        connect: starts an engine.
+        restart_delays: seconds between a crash and the next start, for each crash in a row that is tolerated. Once a
+            request has run to its end, counting begins again.
+        step_timeout: seconds of silence after which an engine is killed (see `Watchdog`); None: never.
+        name: of the engine, for logs and errors.
+    """
+
+    num_replicas = 1
+
+    def __init__(
+        self,
+        connect: Callable[[], Connection],
+        restart_delays: Sequence[float] = RESTART_DELAYS,
+        step_timeout: float | None = None,
+        name: str = "the engine",
+    ) -> None:
+        self.num_crashes = 0
+        self._name = name
+        self._connect = connect
+        self._restart_delays = restart_delays
+        self._step_timeout = step_timeout
+        self._lock = threading.Lock()
+        self._session: Session | None = None
+        self._next: Session | None = None  # which replaces it when it is loaded
+        self._forget_crashes()
+
+    def start(self, after: "Future[Session] | None" = None) -> "Future[Session]":
+        """The engine that runs, or that is being started, or that starts now: `after` another one is loaded, or has
+        failed. Raises `EngineGivenUpError` if it has died too often in a row."""
+        with self._lock:
+            if self._session is None and self._next is not None:
+                return self._next.started
+            if self._session is None:
+                if self._given_up is not None:
+                    raise EngineGivenUpError(self._given_up)
+                self._session = self._new_session(max(0.0, self._start_time - time.monotonic()), after)
+            return self._session.started
+
+    def sessions(self) -> dict[int, Session]:
+        session = self._session
+        return {0: session} if session is not None and session.is_ready else {}
+
+    def num_crashes_of(self, number: int) -> int:
+        return self.num_crashes
+
     def deliver(
         self,
         token_ids: Sequence[int],
         kind: Hashable,
         num_sequences: int = 1,
-        make_mailbox: Callable[[str], Mailbox] = Mailbox,
+        take: Callable[[Mail], None] | None = None,
         *,
         in_background: bool = False,
-    ) -> Iterator[Delivery]:
-        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`.
+    ) -> AbstractContextManager[Mailbox]:
+        for session in self.sessions().values():
+            return session.mailbox(take)
+        raise EngineDeadError("no engine is running")
 
-        Args:
-            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
-        """
-        available = self.sessions()
-        failure = EngineDeadError("no engine is running")
-        if len(self._supervisors) == 1 and available:
-            with available[0].mailbox(make_mailbox) as mailbox:
-                yield Delivery(available[0], mailbox, lambda: None)
-            return
-        while available:
-            with self._lock:
-                router = self._router_of(available)
-                sent = router.send(
-                    token_ids,
-                    kind,
-                    list(available),
-                    time.monotonic(),
-                    num_sequences,
-                    in_background=in_background,
-                )
-            session, delivery = available.pop(sent.replica), None
-            try:
-                with session.mailbox(make_mailbox) as mailbox:
-                    delivery = Delivery(session, mailbox, partial(self._begin, router, sent))
-                    yield delivery
-                return
-            except EngineDeadError as error:
-                if delivery is not None:
-                    raise
-                failure = error  # it has died just now
-            finally:
-                with self._lock:
-                    is_there = self._known.get(sent.replica) is session
-                    can_help = delivery is not None and is_there and len(self._supervisors) > 1
-                    token_ids = delivery.token_ids() if delivery is not None and can_help else ()
-                    router.end(sent, time.monotonic(), token_ids, kind)
-        raise failure
-
-    def _begin(self, router: Router, sent: RoutedRequest) -> None:
+    def replace(self) -> "Iterator[Future[Session | None]]":
+        replaced: Future[Session | None] = shared_future()
         with self._lock:
-            router.begin(sent, time.monotonic())
+            new = self._next = self._new_session()
 
-    def _router_of(self, sessions: dict[int, Session]) -> Router:
-        """The router; it learns which engines are new."""
-        if self._router is None:
-            info = next(iter(sessions.values())).ready.model_info
-            num_blocks = info.num_blocks // len(info.cache_groups) if info.can_share_prefixes else 0
-            size = ReplicaSize(self._num_slots, num_blocks, info.block_size)
-            self._router = Router(self._routing, len(self._supervisors), size)
-        for number, session in sessions.items():
-            if self._known.get(number) is not session:
-                self._known[number] = session
-                self._router.forget(number)
-        return self._router
-
-
-def _first_result(futures: "Sequence[Future[Session]]") -> "Future[Session]":
-    """The first result of several; an error only if all have failed."""
-    for future in futures:
-        if future.done() and future.exception() is None:
-            return future
-    first: Future[Session] = Future()
-    first.set_running_or_notify_cancel()
-    lock = threading.Lock()
-    num_left = len(futures)
-
-    def done(future: "Future[Session]") -> None:
-        nonlocal num_left
-        with lock:
-            num_left -= 1
-            if first.done():
+        def loaded(started: "Future[Session]") -> None:
+            old, error = None, started.exception()
+            with self._lock:
+                self._next = None
+                if error is None and not new.is_stopped:
+                    old, self._session = self._session, new
+            if error is not None:
+                replaced.set_exception(error)
                 return
-            if (error := future.exception()) is None:
-                first.set_result(future.result())
-            elif num_left == 0:
-                first.set_exception(error)
+            if old is not None:
+                old.retire()
+            replaced.set_result(old)
 
-    for future in futures:
-        future.add_done_callback(done)
-    return first
+        new.started.add_done_callback(loaded)
+        yield replaced
+
+    def stop(self) -> list[Session]:
+        with self._lock:
+            session, replacement = self._session, self._next
+            self._session = None
+            self._forget_crashes()
+        for each in (session, replacement):
+            if each is not None:
+                each.stop()
+        return [] if session is None else [session]
+
+    def _new_session(self, delay: float = 0.0, after: "Future[Session] | None" = None) -> Session:
+        return Session(self._connect, delay, self._ended, self._step_timeout, self._name, after)
+
+    def _forget_crashes(self) -> None:
+        self._num_in_a_row = 0
+        self._start_time = 0.0
+        self._given_up: str | None = None
+
+    def _ended(self, session: Session, error: Exception) -> None:
+        with self._lock:
+            if self._session is session:
+                self._session = None
+            if not isinstance(error, EngineDeadError) or session.is_stopped:
+                return
+            self.num_crashes += 1
+            self._num_in_a_row = 1 if session.has_served else self._num_in_a_row + 1
+            if (times := self._num_in_a_row) > len(self._restart_delays):
+                self._given_up = f"{self._name} has died {times} times in a row; the last time, {error}"
+                logger.error("%s: %d times in a row, so it is given up", error, times)
+            else:
+                delay = self._restart_delays[times - 1]
+                self._start_time = time.monotonic() + delay
+                logger.error("%s; it can be started again in %g s", error, delay)

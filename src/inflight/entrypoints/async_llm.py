@@ -1,7 +1,7 @@
 """`AsyncLLM`: the front for servers. Streams for many callers at once, in one event loop or in several.
 
 Decides how a request is followed: its text is made here, in the caller's process, when the reader is ready for more, so
-a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `Supervisor` starts it.
+a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `EngineClient` starts it.
 """
 
 from __future__ import annotations
@@ -29,10 +29,9 @@ from inflight.contracts.pooling import PooledText, Values
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
 from inflight.contracts.watching import KVEvents, Watching
 from inflight.engine.admission import Seeds, make_request
-from inflight.engine.client import EngineClient
+from inflight.engine.client import RESTART_DELAYS, EngineClient
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
-from inflight.engine.process.supervisor import RESTART_DELAYS
 from inflight.engine.replicas.launch import load_of
 from inflight.engine.replicas.live_states import RequestNames, live_states, recording_of
 from inflight.engine.replicas.placement import check_replicas
@@ -408,20 +407,21 @@ class AsyncLLM(AsyncPoolingCalls):
             await self._session()  # it may have died meanwhile
             is_background = request.priority == BACKGROUND
             kind = salt, source
-            with self._client.deliver(checked, kind, params.n, in_background=is_background) as delivery:
-                session, address = delivery.session, delivery.mailbox.address
+            with self._client.deliver(checked, kind, params.n, in_background=is_background) as mailbox:
+                session, address = mailbox.session, mailbox.address
                 session.send(Generate(address, checked, params, request.priority, salt, source, deadline))
                 call.reach(session, address)
                 try:
                     with self._names.named(session, address, call.request_id):
                         while not collector.output.finished:
-                            outputs = _merged(await delivery.mailbox.read())
-                            delivery.begin()
+                            outputs = _merged(await mailbox.read())
+                            mailbox.begin()
                             yield collector, await _taken_in(collector, outputs)
                 finally:
                     if not collector.output.finished:
                         call.abort()
-                    delivery.end_with(checked, collector.output.outputs)
+                    if self.num_replicas > 1 and collector.output.outputs:
+                        mailbox.token_ids = [*checked, *collector.output.outputs[0].token_ids]
 
     async def _loaded_info(self) -> ModelInfo:
         return (await self._session()).ready.model_info
@@ -444,13 +444,13 @@ class AsyncLLM(AsyncPoolingCalls):
         """The numbers of one text, once there is a place for it."""
         async with places:
             await self._session()
-            with self._client.deliver(text.token_ids, None) as delivery:
-                session, address = delivery.session, delivery.mailbox.address
+            with self._client.deliver(text.token_ids, None) as mailbox:
+                session, address = mailbox.session, mailbox.address
                 session.send(Generate(address, text.token_ids, DEFAULT_PARAMS, text=text))
                 output: SequenceOutput | None = None
                 try:
-                    output = (await delivery.mailbox.read())[0]
-                    delivery.begin()
+                    output = (await mailbox.read())[0]
+                    mailbox.begin()
                 finally:
                     if output is None:
                         session.send(Abort(address))

@@ -12,15 +12,14 @@ from collections import deque
 from collections.abc import Generator, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from functools import partial
 from queue import SimpleQueue
 
 from inflight.contracts.errors import EngineDeadError
 from inflight.contracts.outputs import SequenceOutput, merged
 from inflight.engine.admission import AcceptedRequest
-from inflight.engine.client import Delivery, EngineClient
+from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, Generate, GenerateMany
-from inflight.engine.process.session import DirectMailbox, Mail, Mailbox, Session
+from inflight.engine.process.session import Mail, Mailbox, Session
 from inflight.host.garbage_collection import call_soon
 
 IN_WORK_FOR_EACH_SLOT = 2
@@ -62,7 +61,7 @@ class _Request:
     ended: set[int] = field(default_factory=set)
     num_deaths: int = 0
     place: ExitStack = field(default_factory=ExitStack)
-    delivery: Delivery | None = None
+    mailbox: Mailbox | None = None
 
 
 class OfflineCall:
@@ -139,23 +138,21 @@ class OfflineCall:
         """Find an engine for a request. Returns it, with what is to be sent there."""
         accepted = request.accepted.request
         prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
-        make_mailbox = partial(DirectMailbox, take=self._take)
-        deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, make_mailbox)
-        request.delivery = request.place.enter_context(deliver)
-        self._at[request.delivery.mailbox] = request
+        deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, self._take)
+        request.mailbox = request.place.enter_context(deliver)
+        self._at[request.mailbox] = request
         self._num_in_work += 1
         params = replace(request.accepted.params, seed=accepted.seed)
-        address = request.delivery.mailbox.address
         deadline, text = request.accepted.deadline, accepted.text
-        command = Generate(address, prompt, params, accepted.priority, salt, source, deadline, text)
-        return request.delivery.session, command
+        command = Generate(request.mailbox.address, prompt, params, accepted.priority, salt, source, deadline, text)
+        return request.mailbox.session, command
 
     def _abort(self) -> None:
         """Abort what has not ended. The garbage collector may call this in any thread, in the middle of anything: so it
         sends what takes no lock, and leaves the rest to a thread that does nothing else."""
         for request in self._requests.values():
-            if request.delivery is not None:
-                request.delivery.session.send(Abort(request.delivery.mailbox.address))
+            if request.mailbox is not None:
+                request.mailbox.session.send(Abort(request.mailbox.address))
                 call_soon(request.place.close)
         self._requests.clear()
 
@@ -198,8 +195,8 @@ class OfflineCall:
 
     def _receive(self, request: _Request, output: SequenceOutput) -> Iterable[SequenceOutput]:
         """Take in what an engine gave a sequence, but for what was received before."""
-        assert request.delivery is not None
-        request.delivery.begin()
+        assert request.mailbox is not None
+        request.mailbox.begin()
         index, token_ids = output.index, output.new_token_ids
         if index in request.ended:
             return ()
@@ -235,8 +232,8 @@ class OfflineCall:
 
     def _leave(self, request: _Request) -> None:
         """It is at no engine any more."""
-        assert request.delivery is not None
-        del self._at[request.delivery.mailbox]
-        request.delivery = None
+        assert request.mailbox is not None
+        del self._at[request.mailbox]
+        request.mailbox = None
         request.place.close()
         self._num_in_work -= 1

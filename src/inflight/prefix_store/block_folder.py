@@ -8,16 +8,21 @@ may write (mode 0400) are *pinned*, and stay.
 """
 
 import json
+import logging
 import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from inflight.prefix_store.block_file import PARTIAL
+from inflight.contracts.block_store import BlockContent
+from inflight.prefix_store import block_file
+from inflight.prefix_store.block_file import PARTIAL, Rows
 from inflight.prefix_store.naming import KEY_SIZE, Naming
+
+logger = logging.getLogger(__name__)
 
 KEY_NAME, ABOUT_NAME, HITS_NAME = "key", "about.json", "hits"
 PINNED_MODE = 0o400
@@ -29,10 +34,12 @@ RECOUNTS = 16
 """Others write here, too: how often the files are counted again while as many bytes are written as are allowed."""
 ABANDONED = 3600.0
 """Seconds after which a partial file is abandoned."""
+MAX_LINES = 10
+"""Failures of one kind that are logged; later ones are not."""
 
 
 class BlockFolder:
-    """The blocks of one fingerprint. Not thread-safe but for `has` and the names.
+    """The blocks of one fingerprint. Not thread-safe but for `has`, `read` and the names.
 
     Args:
         path: the folder; made if it is missing.
@@ -42,6 +49,7 @@ class BlockFolder:
 
     Attributes:
         naming: the names of these blocks.
+        write_error: why the latest block that could not be written was not.
 
     Raises:
         OSError: the folder cannot be made or used.
@@ -57,6 +65,8 @@ class BlockFolder:
         self._blocks = path / fingerprint.hex()
         self._num_bytes: int | None = None  # in the folder; None: not counted yet
         self._num_uncounted = 0  # bytes written since
+        self.write_error: OSError | None = None
+        self._num_failures: dict[str, int] = {}
         if about is not None:
             self._blocks.mkdir(mode=0o700, exist_ok=True)
             (self._blocks / ABOUT_NAME).write_text(json.dumps(dict(about)))
@@ -77,6 +87,43 @@ class BlockFolder:
         """Make the folder of a block's file."""
         self._blocks.mkdir(mode=0o700, parents=True, exist_ok=True)  # the folder above may let others in
         path.parent.mkdir(mode=0o700, exist_ok=True)
+
+    def announce(self, content: BlockContent) -> None:
+        """A block is about to be read."""
+        block_file.announce(self.path_of(content.digest, content.group))
+
+    def read(self, content: BlockContent, memory: Rows) -> bool:
+        """Read a block into memory. Returns whether it is there."""
+        path = self.path_of(content.digest, content.group)
+        try:
+            reason = block_file.read(path, content, memory)
+            if reason is None:
+                self.observe_use(path)
+                return True
+            path.unlink(missing_ok=True)
+            self._log("damaged", f"{path} {reason}; it is deleted, and its tokens are computed")
+        except FileNotFoundError:
+            pass  # deleted since it was looked for
+        except OSError as error:
+            self._log("unreadable", f"{path} cannot be read ({error}); its tokens are computed")
+        return False
+
+    def write(self, content: BlockContent, memory: Rows, is_current: Callable[[], bool]) -> bool:
+        """Write a block that has no file yet, unless it is taken for something else meanwhile. Returns whether it was
+        written."""
+        path = self.path_of(content.digest, content.group)
+        try:
+            if not is_current() or path.exists():
+                return False
+            self.make_place(path)
+            num_bytes = block_file.write(path, content, memory, is_current)
+            if num_bytes:
+                self.observe_written(num_bytes)
+            return bool(num_bytes)
+        except OSError as error:
+            self.write_error = error
+            self._log("unwritable", f"a block of the cache cannot be saved in {self.path} ({error})")
+            return False
 
     def observe_use(self, path: Path) -> None:
         """A file was used, and is among the last to go."""
@@ -114,6 +161,11 @@ class BlockFolder:
             self._num_uncounted = 0
         if self._num_bytes + self._num_uncounted > self.max_bytes:
             self._evict()
+
+    def _log(self, kind: str, failure: str) -> None:
+        number = self._num_failures[kind] = self._num_failures.get(kind, 0) + 1
+        if number <= MAX_LINES:
+            logger.warning("%s%s", failure, "; there will be no more such lines" if number == MAX_LINES else "")
 
     def _evict(self) -> None:
         files = sorted(self._files())

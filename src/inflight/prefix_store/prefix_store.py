@@ -7,7 +7,6 @@ before it was saved is not saved. Whatever goes wrong with a file costs a comput
 """
 
 import atexit
-import logging
 import threading
 import time
 from collections import deque
@@ -17,11 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inflight.contracts.block_store import BlockContent
-from inflight.prefix_store import block_file
 from inflight.prefix_store.block_file import Rows
 from inflight.prefix_store.block_folder import BlockFolder
-
-logger = logging.getLogger(__name__)
 
 SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
 """How much of the time saving and loading may take while the engine computes for others."""
@@ -35,8 +31,6 @@ MOST_READY = 2**30
 """Bytes of the cache that are made ready for loading ahead of time."""
 BYTES_AHEAD = 2**26
 """How much the disk is told of before it is read."""
-MAX_LINES = 10
-"""Failures of one kind that are logged; later ones are not."""
 
 
 @dataclass(slots=True)
@@ -56,6 +50,36 @@ class Saving:
     content: BlockContent
     block: int
     is_current: Callable[[], bool] = field(repr=False)
+
+
+class _Speeds:
+    """How fast loading and computing are, as far as is known.
+
+    Attributes:
+        bytes_per_block: of the cache.
+    """
+
+    def __init__(self, bytes_per_block: int) -> None:
+        self.bytes_per_block = bytes_per_block
+        self._rate = FIRST_RATE
+        self._seconds_per_token: float | None = None
+
+    def observe_load(self, num_blocks: int, seconds: float, num_threads: int) -> None:
+        """Threads loaded so many blocks together."""
+        each = self.bytes_per_block * num_blocks / max(seconds, 1e-9) / num_threads
+        self._rate += SMOOTHING * (each - self._rate)
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """The engine computed `num_tokens` in `seconds`."""
+        each = seconds / num_tokens
+        known = each if self._seconds_per_token is None else self._seconds_per_token
+        self._seconds_per_token = known + SMOOTHING * (each - known)
+
+    def is_loading_faster(self, num_blocks: int, num_tokens: int, num_threads: float) -> bool:
+        """Whether blocks are loaded sooner than tokens are computed. Before anything was computed, they are."""
+        if self._seconds_per_token is None:
+            return True
+        return num_blocks * self.bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
 
 
 class PrefixStore:
@@ -87,20 +111,18 @@ class PrefixStore:
         self.num_saved = self.num_loaded = 0
         self._folder = folder
         self._rows_of = rows_of
-        self._num_blocks, self._touch = num_blocks, touch
         self._clock = clock
-        self._bytes_per_block = sum(map(len, rows_of(0)))
-        self._rate = FIRST_RATE
-        self._seconds_per_token: float | None = None
+        self._speeds = _Speeds(sum(map(len, rows_of(0))))
+        self.observe_prefill = self._speeds.observe_prefill
         self._loads: deque[BlockLoading] = deque()
         self._saves: deque[Saving] = deque()
         self._changed = threading.Condition()
-        self._is_working = self._has_ended = False
+        self._is_working = False
         self._seconds_to_save = seconds_to_save
-        self._deadline = 0.0  # once it has ended
-        self._num_failures: dict[str, int] = {}
-        self._write_error: OSError | None = None  # the latest
-        self._thread = threading.Thread(target=self._work, name="inflight-prefix-store", daemon=True)
+        self._deadline: float | None = None  # once it has ended
+        self._thread = threading.Thread(
+            target=self._work, args=(num_blocks, touch), name="inflight-prefix-store", daemon=True
+        )
         self._thread.start()
         atexit.register(self.close)
 
@@ -119,17 +141,9 @@ class PrefixStore:
         return self._folder.has(digest, group)
 
     def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
-        """See `BlockStore`. Before anything was computed, loading is."""
-        if self._seconds_per_token is None:
-            return True
+        """See `BlockStore`."""
         num_threads = SHARE_OF_LOADING if self.is_busy else NUM_READERS
-        return num_blocks * self._bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
-
-    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
-        """The engine computed `num_tokens` in `seconds`."""
-        each = seconds / num_tokens
-        known = each if self._seconds_per_token is None else self._seconds_per_token
-        self._seconds_per_token = known + SMOOTHING * (each - known)
+        return self._speeds.is_loading_faster(num_blocks, num_tokens, num_threads)
 
     def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> BlockLoading:
         """See `BlockStore`."""
@@ -175,7 +189,7 @@ class PrefixStore:
             num_missing = min(num_missing, sum(not path.exists() for path in needed))
         self._folder.pin(paths)
         if num_missing:
-            why = self._write_error or "they were deleted, or taken for other tokens, before"
+            why = self._folder.write_error or "they were deleted, or taken for other tokens, before"
             raise OSError(f"{num_missing} blocks of the prefix are not saved in {str(self._folder.path)!r}: {why}")
 
     def flush(self, seconds: float) -> None:
@@ -190,8 +204,8 @@ class PrefixStore:
         collector may call it, in the thread itself, too."""
         self.is_busy = False
         with self._changed:
-            if not self._has_ended:
-                self._has_ended, self._deadline = True, self._clock() + self._seconds_to_save
+            if self._deadline is None:
+                self._deadline = self._clock() + self._seconds_to_save
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -201,38 +215,39 @@ class PrefixStore:
 
     # ------------------------------------------------------------------------------------- the thread
 
-    def _work(self) -> None:
-        self._get_ready()
+    def _work(self, num_blocks: int, touch: Callable[[memoryview], None]) -> None:
+        self._get_ready(num_blocks, touch)
         while True:
             with self._changed:
                 self._is_working = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._loads or self._saves or self._has_ended)
-                if self._has_ended and (not self._saves or self._clock() >= self._deadline):
+                self._changed.wait_for(lambda: self._loads or self._saves or self._deadline is not None)
+                if self._deadline is not None and (not self._saves or self._clock() >= self._deadline):
                     # If this is its last owner, the cache is freed while the process's end still waits for this thread.
                     del self._rows_of
                     atexit.unregister(self.close)
                     return
                 self._is_working = True
-                loading = self._loads[0] if self._loads and not self._has_ended else None
+                loading = self._loads[0] if self._loads and self._deadline is None else None
                 saving = None if loading is not None else self._saves.popleft()
             start = self._clock()
             if loading is not None:
                 self._load_next(loading)
                 self._rest(self._clock() - start, SHARE_OF_LOADING)
             elif saving is not None:
-                self._save(saving)
+                memory = self._rows_of(saving.block)
+                self.num_saved += self._folder.write(saving.content, memory, saving.is_current)
                 self._rest(self._clock() - start, SHARE_OF_SAVING)
 
-    def _get_ready(self) -> None:
+    def _get_ready(self, num_blocks: int, touch: Callable[[memoryview], None]) -> None:
         """Until this thread is needed, touch the memory that blocks will be loaded into: taking pages from the
         system can take longer than reading the disk."""
-        num_blocks = min(self._num_blocks, self._folder.num_files(), MOST_READY // self._bytes_per_block)
+        num_blocks = min(num_blocks, self._folder.num_files(), MOST_READY // self._speeds.bytes_per_block)
         for block in range(num_blocks):
-            if self.is_busy or self._loads or self._saves or self._has_ended:
+            if self.is_busy or self._loads or self._saves or self._deadline is not None:
                 return
             for row in self._rows_of(block):
-                self._touch(row)
+                touch(row)
 
     def _rest(self, seconds: float, share: float) -> None:
         """Having worked so long, leave the rest of the time to the engine; until it has nothing to do."""
@@ -242,7 +257,7 @@ class PrefixStore:
             if self.is_busy:
                 urgent = len(self._loads)
                 self._changed.wait_for(
-                    lambda: not self.is_busy or self._has_ended or len(self._loads) > urgent,
+                    lambda: not self.is_busy or self._deadline is not None or len(self._loads) > urgent,
                     seconds * (1 / share - 1),
                 )
 
@@ -254,8 +269,7 @@ class PrefixStore:
         self._announce(loading)
         num_there = self._load_all(blocks, min(num_threads, len(blocks)))
         if num_there == len(blocks):
-            each = self._bytes_per_block * num_there / max(self._clock() - start, 1e-9) / min(num_threads, num_there)
-            self._rate += SMOOTHING * (each - self._rate)
+            self._speeds.observe_load(num_there, self._clock() - start, min(num_threads, num_there))
         with self._changed:
             self.num_loaded += num_there
             loading.num_loaded += num_there
@@ -268,9 +282,9 @@ class PrefixStore:
                 self._folder.observe_hit()
 
     def _announce(self, loading: BlockLoading) -> None:
-        most = loading.num_loaded + 1 + BYTES_AHEAD // self._bytes_per_block
+        most = loading.num_loaded + 1 + BYTES_AHEAD // self._speeds.bytes_per_block
         for content, _ in loading.blocks[loading.num_announced : most]:
-            block_file.announce(self._folder.path_of(content.digest, content.group))
+            self._folder.announce(content)
         loading.num_announced = max(loading.num_announced, most)
 
     def _load_all(self, blocks: Sequence[tuple[BlockContent, int]], num_threads: int) -> int:
@@ -279,7 +293,8 @@ class PrefixStore:
 
         def load_every(first: int) -> None:
             for place in range(first, len(blocks), num_threads):
-                are_there[place] = self._load(*blocks[place])
+                content, block = blocks[place]
+                are_there[place] = self._folder.read(content, self._rows_of(block))
 
         others = [threading.Thread(target=load_every, args=(first,)) for first in range(1, num_threads)]
         for other in others:
@@ -288,38 +303,3 @@ class PrefixStore:
         for other in others:
             other.join()
         return next((place for place, is_there in enumerate(are_there) if not is_there), len(blocks))
-
-    def _load(self, content: BlockContent, block: int) -> bool:
-        path = self._folder.path_of(content.digest, content.group)
-        try:
-            reason = block_file.read(path, content, self._rows_of(block))
-            if reason is None:
-                self._folder.observe_use(path)
-                return True
-            path.unlink(missing_ok=True)
-            self._fail("damaged", f"{path} {reason}; it is deleted, and its tokens are computed")
-        except FileNotFoundError:
-            pass  # deleted since it was looked for
-        except OSError as error:
-            self._fail("unreadable", f"{path} cannot be read ({error}); its tokens are computed")
-        return False
-
-    def _save(self, saving: Saving) -> None:
-        content = saving.content
-        path = self._folder.path_of(content.digest, content.group)
-        try:
-            if not saving.is_current() or path.exists():
-                return
-            self._folder.make_place(path)
-            num_bytes = block_file.write(path, content, self._rows_of(saving.block), saving.is_current)
-            if num_bytes:
-                self.num_saved += 1
-                self._folder.observe_written(num_bytes)
-        except OSError as error:
-            self._write_error = error
-            self._fail("unwritable", f"a block of the cache cannot be saved in {self._folder.path} ({error})")
-
-    def _fail(self, kind: str, message: str) -> None:
-        number = self._num_failures[kind] = self._num_failures.get(kind, 0) + 1
-        if number <= MAX_LINES:
-            logger.warning("%s%s", message, "; there will be no more such lines" if number == MAX_LINES else "")

@@ -106,11 +106,7 @@ class ThreadConnection:
     thread: threading.Thread
 
     def __init__(
-        self,
-        load: Callable[[], Engine],
-        watching: Watching | None = None,
-        *,
-        is_offline: bool = False,
+        self, load: Callable[[], Engine], watching: Watching | None = None, *, is_offline: bool = False
     ) -> None:
         self._load, self._watching, self._is_offline = load, watching, is_offline
         self._commands: Commands = SimpleQueue()

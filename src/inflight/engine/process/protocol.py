@@ -121,20 +121,21 @@ class Stats(msgspec.Struct, tag=True, frozen=True):
     """The answer to `AskStats`."""
 
     request_id: str
-    stats: EngineStats
+    value: EngineStats
 
 
 class Live(msgspec.Struct, tag=True, frozen=True):
     """The answer to `AskLive`."""
 
     request_id: str
-    state: LiveState
+    value: LiveState
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
     """The answer to a command that asks for nothing else, unless that is `Refused`."""
 
     request_id: str
+    value: None = None
 
 
 class Refused(msgspec.Struct, tag=True, frozen=True):

@@ -9,11 +9,12 @@ import builtins
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from types import MethodType
 from typing import Any, TypeAlias
 
 from inflight.contracts import errors
@@ -41,17 +42,25 @@ _WATCHDOG = "watchdog"
 
 
 class Mailbox:
-    """What has come for one request and was not read yet. Belongs to the event loop that it was made in.
+    """What comes for one request.
+
+    Args:
+        take: gets what comes, in the thread that listens to the engine. Several mailboxes may have the same function,
+            which then gets all that a step gave them at once. None: what comes waits here for `read`, in the event loop
+            that runs now.
 
     Attributes:
+        session: of the engine that the request runs at.
         address: the `request_id` to use in commands.
+        begin: to be called when something has come.
+        token_ids: prompt and output, once the request has ended, if the next prompt may begin so.
     """
 
-    loop: asyncio.AbstractEventLoop
-
-    def __init__(self, address: str) -> None:
-        self.address = address
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, session: "Session", address: str, take: "Callable[[Mail], None] | None" = None) -> None:
+        self.session, self.address = session, address
+        self.take = MethodType(_wake, asyncio.get_running_loop()) if take is None else take
+        self.begin: Callable[[], None] = lambda: None
+        self.token_ids: Sequence[int] = ()
         self._mail: list[Any] = []
         self._has_mail = asyncio.Event()
 
@@ -65,26 +74,30 @@ class Mailbox:
         return mail
 
     def put(self, item: object) -> None:
-        """Add an item. Call this in the mailbox's own loop."""
+        """Add an item. Call this in the event loop of the reader."""
         self._mail.append(item)
         self._has_mail.set()
 
 
-class DirectMailbox(Mailbox):
-    """One that belongs to no event loop: a function gets what comes, in the thread that listens to the engine. Several
-    may have the same function, which then gets all that a step gave them at once.
-
-    Args:
-        take: that function.
-    """
-
-    def __init__(self, address: str, take: "Callable[[Mail], None]") -> None:
-        self.address = address
-        self.take = take
-
-
 Mail: TypeAlias = list[tuple[Mailbox, Any]]
 """What came for whom."""
+
+
+class _LoopClosedError(Exception):
+    """An event loop is closed, and all of its readers are gone with it."""
+
+
+def _wake(loop: asyncio.AbstractEventLoop, mail: Mail) -> None:
+    """Let an event loop's readers have their mail. (Methods of one loop are equal, so `_post` calls one of them.)"""
+    try:
+        loop.call_soon_threadsafe(_put_all, mail)
+    except RuntimeError as error:
+        raise _LoopClosedError from error
+
+
+def _put_all(mail: Mail) -> None:
+    for mailbox, message in mail:
+        mailbox.put(message)
 
 
 class Session:
@@ -96,10 +109,12 @@ class Session:
         on_end: called in a thread at the end, with the error that all waiting readers are about to get.
         step_timeout: see `Watchdog`; None: the engine is not watched.
         name: of the engine, for logs and errors.
+        after: another one's `started`, which must be done before this one starts.
 
     Attributes:
         started: done when the engine is loaded (with this session), or could not be loaded (with its error).
         ready: what the engine said when it was loaded.
+        connection: what carries messages to the engine and back; None: it is not being started yet.
         has_served: whether a request has run to its end.
         is_stopped: whether the engine was told to end.
     """
@@ -113,22 +128,22 @@ class Session:
         on_end: Callable[["Session", Exception], None],
         step_timeout: float | None = None,
         name: str = "the engine",
+        after: "Future[Session] | None" = None,
     ) -> None:
-        self._name = name
-        self.started: Future[Session] = Future()
-        self.started.set_running_or_notify_cancel()  # many may wait, and one that gives up must not cancel it for all
+        self.started: Future[Session] = shared_future()
+        self.connection: Connection | None = None
         self.has_served = False
-        self._connect, self._delay, self._on_end = connect, delay, on_end
+        self._name = name
         self._step_timeout = step_timeout
         self._watchdog: Watchdog | None = None
-        self._connection: Connection | None = None
         self._stopping = threading.Event()
         self._lock = threading.Lock()
         self._mailboxes: dict[str, Mailbox] = {}
         self._addresses = count()
-        self._error: Exception | None = None
-        self._is_retired = False
-        self._thread = threading.Thread(target=self._run, name="inflight: from the engine", daemon=True)
+        self._refusal: Exception | None = None  # to new requests: the engine has ended, or ends with those it has
+        start = partial(self._start, connect, delay, after)
+        self._thread = threading.Thread(target=self._run, args=(start, on_end), name="inflight: from the engine")
+        self._thread.daemon = True
         self._thread.start()
 
     @property
@@ -138,32 +153,16 @@ class Session:
     @property
     def is_ready(self) -> bool:
         """Whether the engine is loaded and takes requests."""
-        return self.started.done() and self._error is None and not self._is_retired
+        return self.started.done() and self._refusal is None
 
     @contextmanager
-    def mailbox(self, make: Callable[[str], Mailbox] = Mailbox) -> Iterator[Mailbox]:
-        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired.
-
-        Args:
-            make: makes it of its address.
-        """
-        with self._lock:
-            if self._error is not None:
-                raise _copy(self._error)
-            if self._is_retired:
-                raise EngineDeadError(f"{self._name} was replaced")
-            mailbox = make(str(next(self._addresses)))
-            self._mailboxes[mailbox.address] = mailbox
+    def mailbox(self, take: Callable[[Mail], None] | None = None) -> Iterator[Mailbox]:
+        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired."""
+        mailbox = self._open(take)
         try:
             yield mailbox
         finally:
-            self._close(mailbox.address)
-
-    def retire(self) -> None:
-        """Take no more requests, and end the engine with the last that it has."""
-        with self._lock:
-            self._is_retired = True
-        self._stop_if_done()
+            self._close(mailbox)
 
     def ask(self, command: Callable[[str], Command]) -> "Future[Any]":
         """Send a command that is answered. Done with the answer, or with the error of a refusal.
@@ -174,119 +173,119 @@ class Session:
         Raises:
             EngineDeadError: the engine has died or is retired.
         """
-        answer: Future[Any] = Future()
-        answer.set_running_or_notify_cancel()
-        waiting = ExitStack()
+        answer = shared_future()
 
         def take(mail: Mail) -> None:
-            waiting.close()
-            (_, item), *_ = mail
+            (mailbox, item), *_ = mail
+            self._close(mailbox)
             if isinstance(item, Exception):
                 answer.set_exception(item)
             else:
                 answer.set_result(item)
 
-        mailbox = waiting.enter_context(self.mailbox(lambda address: DirectMailbox(address, take)))
-        self.send(command(mailbox.address))
+        self.send(command(self._open(take).address))
         return answer
-
-    @property
-    def connection(self) -> Connection | None:
-        """What carries messages to the engine and back, once it is being started."""
-        return self._connection
 
     def send(self, command: Command) -> None:
         """Queue a command for the engine; do nothing if it has died."""
-        assert self._connection is not None
-        self._connection.send(command)
+        assert self.connection is not None
+        self.connection.send(command)
+
+    def retire(self) -> None:
+        """Take no more requests, and end the engine with the last that it has."""
+        with self._lock:
+            self._refusal = self._refusal or EngineDeadError(f"{self._name} was replaced")
+        self._stop_if_done()
 
     def stop(self) -> None:
         """Tell the engine to end, whatever it is doing, and return at once."""
         self._stopping.set()
         self._end_watch()
-        if self._connection is not None:
-            self._connection.close()
+        if self.connection is not None:
+            self.connection.close()
 
     def join(self) -> None:
         """Wait until a stopped engine has ended; kill it if it does not."""
         self._thread.join(SECONDS_TO_END)
-        if self._thread.is_alive() and self._connection is not None:
-            self._connection.kill()
+        if self._thread.is_alive() and self.connection is not None:
+            self.connection.kill()
         self._thread.join()
 
-    def _run(self) -> None:
+    # ------------------------------------------------------------------------------- the thread that listens
+
+    def _run(self, start: Callable[[], Connection | None], on_end: Callable[["Session", Exception], None]) -> None:
         try:
-            error = self._listen()
+            error = self._listen(start())
         except BaseException as failure:  # no process could be started, or understood; or its thread was left
             error = EngineDeadError(f"{self._name} could not be started or understood: {failure!r}")
-            if self._connection is not None:
-                self._connection.kill()
+            if self.connection is not None:
+                self.connection.kill()
         self._end_watch()
-        self._on_end(self, error)
+        on_end(self, error)
         with self._lock:
-            self._error = error
+            self._refusal = error
             addresses = list(self._mailboxes)
         self._post((address, _copy(error)) for address in addresses)
         if not self.started.done():
             self.started.set_exception(error)
 
-    def _listen(self) -> Exception:
-        """Start the engine and take in its events until it ends. Returns why it ended."""
-        stopped = EngineDeadError(f"{self._name} was stopped")
-        if self._stopping.wait(self._delay):
-            return stopped
-        start_time = time.monotonic()
-        self._connection = connection = self._connect()
+    def _start(
+        self, connect: Callable[[], Connection], delay: float, after: "Future[Session] | None"
+    ) -> Connection | None:
+        """Start the engine, when it is time; None: it was stopped before."""
+        wait([] if after is None else [after])  # where all are stopped, this ends with that one
+        if self._stopping.wait(delay):
+            return None
+        self.connection = connect()
         if self._stopping.is_set():  # in between
-            connection.close()
-        failure: Failed | None = None
+            self.connection.close()
+        return self.connection
+
+    def _listen(self, connection: Connection | None) -> Exception:
+        """Take in the engine's events until it ends. Returns why it ended."""
+        stopped, failure, start_time = EngineDeadError(f"{self._name} was stopped"), Failed(""), time.monotonic()
+        if connection is None:
+            return stopped
 
         def take(event: Event) -> None:
             nonlocal failure
             if isinstance(event, Failed):
                 failure = event
             else:
-                self._take_in(event)
-            if isinstance(event, Ready):
-                seconds = time.monotonic() - start_time
-                logger.info("%s is ready after %.1f s: %s", self._name, seconds, _described(event))
+                self._take_in(event, start_time)
 
         connection.listen(take)
         ending = connection.ending()
-        if failure is not None and failure.is_model_error:
+        if failure.is_model_error:
             return ModelError(failure.message)
         if self._stopping.is_set():
             return stopped
         if self._watchdog is not None and self._watchdog.has_killed is not None:
-            return EngineDeadError(f"{self._name} did not answer for {self._watchdog.has_killed:g} s, and was killed")
-        return EngineDeadError(f"{self._name} {ending}" + (f": {failure.message}" if failure else ""))
+            ending = f"did not answer for {self._watchdog.has_killed:g} s, and was killed"
+        return EngineDeadError(f"{self._name} {ending}" + (failure.message and f": {failure.message}"))
 
-    def _take_in(self, event: Event) -> None:
+    def _take_in(self, event: Event, start_time: float) -> None:
         match event:
             case Outputs():
                 self._post((output.request_id, output) for output in event.outputs)
                 self.has_served |= any(output.finish_reason in ("stop", "length") for output in event.outputs)
             case Refused():
-                self._post([(event.request_id, _error_named(event.error)(event.message))])
+                error = getattr(errors, event.error, None) or getattr(builtins, event.error)
+                self._post([(event.request_id, error(event.message))])
             case Stats(request_id=address) if address == _WATCHDOG:
                 if self._watchdog is not None:
                     self._watchdog.answered()
-            case Stats():
-                self._post([(event.request_id, event.stats)])
-            case Live():
-                self._post([(event.request_id, event.state)])
-            case Done():
-                self._post([(event.request_id, event)])
+            case Stats() | Live() | Done():
+                self._post([(event.request_id, event.value)])
             case Ready():
                 self.ready = event
-                self._watch()
+                connection = self.connection
+                if self._step_timeout is not None and connection is not None and not self._stopping.is_set():
+                    ask = partial(self.send, AskStats(_WATCHDOG))
+                    self._watchdog = Watchdog(ask, connection.kill, self._step_timeout)
                 self.started.set_result(self)
-
-    def _watch(self) -> None:
-        connection = self._connection
-        if self._step_timeout is not None and connection is not None and not self._stopping.is_set():
-            ask = partial(self.send, AskStats(_WATCHDOG))
-            self._watchdog = Watchdog(ask, connection.kill, self._step_timeout)
+                seconds = time.monotonic() - start_time
+                logger.info("%s is ready after %.1f s: %s", self._name, seconds, event.model_info.summary())
 
     def _end_watch(self) -> None:
         if self._watchdog is not None:
@@ -294,62 +293,40 @@ class Session:
 
     def _post(self, messages: Iterable[tuple[str, object]]) -> None:
         """Put messages into the mailboxes with their addresses, and skip mailboxes that were closed."""
-        of_loop: dict[asyncio.AbstractEventLoop, Mail] = {}
-        of_function: dict[Callable[[Mail], None], Mail] = {}
+        taken_by: dict[Callable[[Mail], None], Mail] = {}
         for address, message in messages:
-            mailbox = self._mailboxes.get(address)
-            if isinstance(mailbox, DirectMailbox):
-                of_function.setdefault(mailbox.take, []).append((mailbox, message))
-            elif mailbox is not None:
-                of_loop.setdefault(mailbox.loop, []).append((mailbox, message))
-        for take, mail in of_function.items():
-            take(mail)
-        for loop, mail in of_loop.items():
+            if (mailbox := self._mailboxes.get(address)) is not None:
+                taken_by.setdefault(mailbox.take, []).append((mailbox, message))
+        for take, mail in taken_by.items():
             try:
-                loop.call_soon_threadsafe(_put_all, mail)
-            except RuntimeError:  # the loop was closed, and with it all of its readers
-                for address in {mailbox.address for mailbox, _ in mail}:  # one may have several messages
-                    self.send(Abort(address))
-                    self._close(address)
+                take(mail)
+            except _LoopClosedError:
+                for mailbox in {mailbox for mailbox, _ in mail}:  # one may have several messages
+                    self.send(Abort(mailbox.address))
+                    self._close(mailbox)
 
-    def _close(self, address: str) -> None:
-        self._mailboxes.pop(address, None)
-        if self._is_retired:
-            self._stop_if_done()
+    def _open(self, take: Callable[[Mail], None] | None) -> Mailbox:
+        with self._lock:
+            if self._refusal is not None:
+                raise _copy(self._refusal)
+            mailbox = Mailbox(self, str(next(self._addresses)), take)
+            self._mailboxes[mailbox.address] = mailbox
+            return mailbox
+
+    def _close(self, mailbox: Mailbox) -> None:
+        self._mailboxes.pop(mailbox.address, None)
+        self._stop_if_done()
 
     def _stop_if_done(self) -> None:
-        with self._lock:
-            is_done = self._is_retired and not self._mailboxes and not self._stopping.is_set()
-        if is_done:
+        if self._refusal is not None and not self._mailboxes:  # and there will be no more
             self.stop()
 
 
-def _put_all(mail: Mail) -> None:
-    for mailbox, message in mail:
-        mailbox.put(message)
-
-
-def _described(ready: Ready) -> str:
-    """What an operator wants to know about an engine that was started."""
-    info = ready.model_info
-    num_tokens = info.num_blocks * info.block_size // len(info.cache_groups)
-    options = [
-        f"{info.model_class}, {info.num_parameters / 1e6:,.1f} million parameters, {info.dtype} on {info.device}",
-        info.threads,
-        f"executor {info.executor}, attention {info.attention_backend}, forward pass {info.forward_pass}",
-        *([] if info.quantization is None else [info.quantization]),
-        f"context {info.max_model_len} tokens",
-        f"cache {num_tokens} tokens, {num_tokens * info.kv_bytes_per_token / 1e6:,.0f} MB"
-        if info.pooling is None
-        else f"task {info.pooling.task}",
-    ]
-    return "; ".join(options)
-
-
-def _error_named(name: str) -> type[Exception]:
-    """One of our errors, or of Python's."""
-    found: type[Exception] = getattr(errors, name, None) or getattr(builtins, name)
-    return found
+def shared_future() -> "Future[Any]":
+    """One that many may wait for: none of them, giving up, cancels it for all."""
+    future: Future[Any] = Future()
+    future.set_running_or_notify_cancel()
+    return future
 
 
 def _copy(error: Exception) -> Exception:

@@ -62,16 +62,13 @@ class Launches:
 
     Attributes:
         connects: for each replica, what starts its process.
-        after: for each replica, the one that must be loaded before; None: it starts at once (see `EngineClient`).
+        after: for each replica, the earlier one that must be loaded before; None: it starts at once (see `Fleet`).
     """
 
     def __init__(self, load: Load, number: int) -> None:
         self.connects: list[Callable[[], Connection]] = []
         self.after: list[int | None] = []
         self._weights_files: dict[int, _WeightsFile] = {}  # by node, where several replicas share one
-        if number == 1:
-            self.connects, self.after = [lambda: ProcessConnection(load)], [None]
-            return
         last_on_node: dict[int, int] = {}
         for replica, placement in enumerate(_places(number, load.config.tensor_parallel_size)):
             self.connects.append(partial(self._launch, _load_of(load, replica, placement, number), placement.node))

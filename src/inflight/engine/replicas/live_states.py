@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
@@ -82,9 +83,7 @@ async def live_states(
 
 
 async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
-    with session.mailbox() as mailbox:
-        session.send(AskLive(mailbox.address, record_to))
-        state: LiveState = (await mailbox.read())[0]
+    state: LiveState = await asyncio.wrap_future(session.ask(partial(AskLive, record_to=record_to)))
     return state
 
 

@@ -52,6 +52,11 @@ class Grouping:
     parts: tuple[BlockPart, ...] = (BlockPart(0),)
     is_transient: bool = False
 
+    @property
+    def has_parts(self) -> bool:
+        """Whether some calls have only a part of each block."""
+        return any(part.num_parts > 1 for part in self.parts)
+
     def storages(self) -> list[list[int]]:
         """For each storage, the ordinals of the calls that lie in it; the first has whole blocks."""
         if self.is_transient:

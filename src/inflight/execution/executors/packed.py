@@ -9,12 +9,13 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from inflight.contracts.cache_layout import CacheGroup
 from inflight.contracts.features import INSPECTION, Features
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
-from inflight.execution.attention.interface import KVStorage
+from inflight.execution.attention.interface import AttentionSpec, KVStorage
 from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
@@ -74,12 +75,6 @@ class PackedExecutor:
         self.min_rows = min_rows
         self.backend = backend
         self.grouping = grouping
-        self.specs = grouping.specs
-        is_causal = all(spec.is_causal for spec in self.specs)
-        self.capabilities = Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal)
-        self.cache_groups = grouping.groups
-        self._has_parts = any(part.num_parts > 1 for part in grouping.parts)
-        self._on_cpu = model.device.type == "cpu"
         self._longrope_length = longrope_length(model.config.get_text_config())
         takes_logit_rows = "logits_to_keep" in forward_parameters(model)
         self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
@@ -88,10 +83,26 @@ class PackedExecutor:
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
         """Tells the layers which adapters the rows of each step have."""
-        self._caches: list[KVStorage] = []  # one for each call
+        self._calls: list[tuple[AttentionSpec, KVStorage]] = []  # of a forward pass, in order
         self._storages: list[KVStorage] = []  # those that have memory of their own
         self._num_blocks = 0
         self._num_calls = self._num_tokens = 0  # in the running forward pass
+
+    @property
+    def specs(self) -> tuple[AttentionSpec, ...]:
+        """The attention calls of one forward pass, in order."""
+        return self.grouping.specs
+
+    @property
+    def cache_groups(self) -> tuple[CacheGroup, ...]:
+        """See `Executor`."""
+        return self.grouping.groups
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """See `Executor`."""
+        is_causal = all(spec.is_causal for spec in self.specs)
+        return Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal)
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
@@ -100,7 +111,8 @@ class PackedExecutor:
     def allocate(self, num_blocks: int) -> None:
         """See `Executor`."""
         self._num_blocks = num_blocks
-        self._caches, self._storages = allocate_storages(self.backend, self.grouping, num_blocks)
+        caches, self._storages = allocate_storages(self.backend, self.grouping, num_blocks)
+        self._calls = list(zip(self.specs, caches, strict=True))
 
     def rows_of_block(self, block: int) -> list[memoryview]:
         """The memory of a block, in a few pieces: keys and values of every call, and hidden states if they are kept. On
@@ -135,7 +147,7 @@ class PackedExecutor:
     @torch.inference_mode()
     def outputs(self, batch: RaggedBatch) -> list[torch.Tensor]:
         """The logits `[R, V]` of a step, and the last hidden states `[T, H]`, if they are kept."""
-        if self._has_parts:
+        if self.grouping.has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
         self.backend.begin_step(batch)
@@ -143,7 +155,7 @@ class PackedExecutor:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
         rows = batch.input_ids, self.counting.positions(batch), batch.logit_rows
-        if self._on_cpu:
+        if batch.input_ids.is_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         if self.adapters is None:
@@ -171,8 +183,8 @@ class PackedExecutor:
         states: list[torch.Tensor] = []
         with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
             logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
-        if self._num_calls != len(self.specs):
-            raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self.specs)} as at load")
+        if self._num_calls != len(self._calls):
+            raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self._calls)} as at load")
         if len(logits) != len(logit_rows):
             raise RuntimeError(f"the model gave {len(logits)} rows of logits where {len(logit_rows)} were asked")
         return [logits, *states]
@@ -209,7 +221,7 @@ class PackedExecutor:
     @property
     def attention_calls(self) -> list[int]:
         """The numbers by which the kernels know the attention calls, in order; empty with any other backend."""
-        return [cache.call for cache in self._caches if isinstance(cache, CpuCache)]
+        return [cache.call for _, cache in self._calls if isinstance(cache, CpuCache)]
 
     def run_eagerly(self) -> None:
         """Run the model's own Python in every forward pass from now on."""
@@ -236,7 +248,7 @@ class PackedExecutor:
     ) -> torch.Tensor:
         """Answer the model's next attention call. Its cache is found by its ordinal in the forward pass, because a
         layer may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
-        spec, cache = self.specs[self._num_calls], self._caches[self._num_calls]
+        spec, cache = self._calls[self._num_calls]
         self._num_calls += 1
         num_rows, num_tokens = query.shape[2], self._num_tokens
         query, key, value = (states[0].transpose(0, 1)[:num_tokens] for states in (query, key, value))

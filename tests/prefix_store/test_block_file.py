@@ -35,7 +35,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "other",
     [
-        CONTENT._replace(digest=b"e" * 32),
+        CONTENT._replace(block_hash=b"e" * 32),
         CONTENT._replace(parent=b"q" * 32),
         CONTENT._replace(token_ids=bytes(64)),
         CONTENT._replace(group=0),

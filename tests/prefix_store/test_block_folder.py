@@ -2,10 +2,12 @@
 
 import os
 import threading
+from array import array
 from pathlib import Path
 
 import pytest
 
+from inflight.contracts.block_hash import Root, block_hash, block_hashes
 from inflight.prefix_store import BlockFolder
 
 ONE, OTHER = b"1" * 32, b"2" * 32
@@ -21,20 +23,31 @@ def put(folder: BlockFolder, digest: bytes, size: int = 100, age: float = 0.0) -
 
 
 def test_names_depend_on_everything(tmp_path: Path) -> None:
-    folder = BlockFolder(tmp_path, ONE, 1000)
-    root = folder.naming.digest_of_root(None, False)
-    others = [
-        folder.naming.digest_of_root("", False),
-        folder.naming.digest_of_root("salt", False),
-        folder.naming.digest_of_root(None, True),
-        BlockFolder(tmp_path, OTHER, 1000).naming.digest_of_root(None, False),
-        BlockFolder(tmp_path / "another key", ONE, 1000).naming.digest_of_root(None, False),
-        folder.naming.digest(root, b"tokens"),
-        folder.naming.digest(root, b"token"),
-        folder.naming.digest(folder.naming.digest(root, b"tokens"), b"tokens"),
+    roots = [Root(), Root(""), Root("salt"), Root(is_long=True), Root(adapter="salt")]
+    first = block_hash(roots[0].block_hash, b"tokens")
+    hashes = [root.block_hash for root in roots] + [first, block_hash(first, b"tokens"), block_hash(first, b"token")]
+    folders = [
+        BlockFolder(tmp_path, ONE, 1000),
+        BlockFolder(tmp_path, OTHER, 1000),
+        BlockFolder(tmp_path / "another key", ONE, 1000),
     ]
-    assert len({root, *others}) == 9
-    assert BlockFolder(tmp_path, ONE, 1000).naming.digest(root, b"tokens") == folder.naming.digest(root, b"tokens")
+    paths = {folder.path_of(each, group) for folder in folders for each in hashes for group in (0, 1)}
+    names = {path.stem for path in paths}
+    assert len(names) == len(hashes) * 3
+    assert len(paths) == len(hashes) * 6
+    assert BlockFolder(tmp_path, ONE, 1000).path_of(first, 0) == folders[0].path_of(first, 0)
+
+
+def test_block_hashes_are_those_of_a_chain_and_differ_with_every_token() -> None:
+    token_ids, root = list(range(40)), Root("salt")
+    hashes = list(block_hashes(token_ids, 16, root))
+    chained = root.block_hash
+    for number in range(2):
+        chained = block_hash(chained, array("i", token_ids[number * 16 : number * 16 + 16]).tobytes())
+        assert hashes[number] == chained
+    assert len(hashes) == 2
+    changed = list(block_hashes([1, *token_ids[1:]], 16, root))
+    assert not set(hashes) & {*changed, *block_hashes(token_ids, 16, Root())}
 
 
 def test_nobody_else_can_read_it(tmp_path: Path) -> None:
@@ -78,26 +91,26 @@ def test_what_was_never_finished_is_deleted_when_it_is_old(tmp_path: Path) -> No
 
 
 def test_engines_that_begin_at_once_have_one_key(tmp_path: Path) -> None:
-    digests: set[bytes] = set()
+    paths: set[Path] = set()
     barrier = threading.Barrier(8)
 
     def open_it() -> None:
         barrier.wait()
-        digests.add(BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False))
+        paths.add(BlockFolder(tmp_path, ONE, 1000).path_of(OTHER, 0))
 
     threads = [threading.Thread(target=open_it) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(digests) == 1
+    assert len(paths) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["key"]
 
 
 def test_a_damaged_key_is_replaced(tmp_path: Path) -> None:
-    before = BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False)
+    before = BlockFolder(tmp_path, ONE, 1000).path_of(OTHER, 0)
     (tmp_path / "key").write_bytes(b"short")
-    assert BlockFolder(tmp_path, ONE, 1000).naming.digest_of_root(None, False) != before
+    assert BlockFolder(tmp_path, ONE, 1000).path_of(OTHER, 0) != before
 
 
 def test_what_is_pinned_stays(tmp_path: Path) -> None:

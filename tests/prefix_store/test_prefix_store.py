@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from inflight.contracts.block_hash import Root, block_hash
 from inflight.contracts.block_store import BlockContent, BlockLoading
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
 
@@ -39,13 +40,13 @@ def store(tmp_path: Path, memory: Memory) -> Iterator[PrefixStore]:
     store.close()
 
 
-def contents(store: PrefixStore, number: int) -> list[BlockContent]:
-    parent, chain = store.digest_of_root(None, False), []
+def contents(number: int) -> list[BlockContent]:
+    parent, chain = Root().block_hash, []
     for each in range(number):
         token_ids = bytes([each] * 64)
-        digest = store.digest(parent, token_ids)
-        chain.append(BlockContent(digest, parent, token_ids, 0))
-        parent = digest
+        own = block_hash(parent, token_ids)
+        chain.append(BlockContent(own, parent, token_ids, 0))
+        parent = own
     return chain
 
 
@@ -63,16 +64,16 @@ def load(store: PrefixStore, chain: list[BlockContent], first: int = 4) -> Block
 
 
 def test_what_was_saved_comes_back(store: PrefixStore, memory: Memory, tmp_path: Path) -> None:
-    chain = contents(store, 4)
-    assert not store.has(chain[0].digest, 0)
+    chain = contents(4)
+    assert not store.has(chain[0].block_hash, 0)
     save(store, chain)
-    assert [store.has(content.digest, 0) for content in chain] == [True] * 4
-    assert not store.has(chain[0].digest, 1)
+    assert [store.has(content.block_hash, 0) for content in chain] == [True] * 4
+    assert not store.has(chain[0].block_hash, 1)
     assert load(store, chain).num_loaded == 4
     assert memory.blocks[4:] == memory.blocks[:4]
     another = Memory()
     later = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), another.rows)
-    assert load(later, contents(later, 4)).num_loaded == 4
+    assert load(later, contents(4)).num_loaded == 4
     assert another.blocks[4:] == memory.blocks[:4]
     later.close()
 
@@ -80,7 +81,7 @@ def test_what_was_saved_comes_back(store: PrefixStore, memory: Memory, tmp_path:
 def test_memory_is_made_ready_for_as_many_blocks_as_there_are(
     store: PrefixStore, memory: Memory, tmp_path: Path
 ) -> None:
-    save(store, contents(store, 3))
+    save(store, contents(3))
     touched: list[int] = []
     ready = threading.Event()
 
@@ -97,25 +98,25 @@ def test_memory_is_made_ready_for_as_many_blocks_as_there_are(
 
 
 def test_another_fingerprint_finds_nothing(store: PrefixStore, memory: Memory, tmp_path: Path) -> None:
-    save(store, contents(store, 4))
+    save(store, contents(4))
     other = PrefixStore(BlockFolder(tmp_path, b"g" * 32, 10**6), memory.rows)
-    assert not any(other.has(content.digest, 0) for content in (*contents(store, 4), *contents(other, 4)))
+    assert not any(other.has(content.block_hash, 0) for content in (*contents(4), *contents(4)))
     other.close()
 
 
 def test_loading_ends_at_the_first_block_that_cannot_be_had(
     store: PrefixStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chain = contents(store, 4)
+    chain = contents(4)
     save(store, chain)
-    path = next(tmp_path.glob(f"*/*/{chain[2].digest.hex()}.0"))
+    path = next(tmp_path.glob(f"*/*/{chain[2].block_hash.hex()}.0"))
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with caplog.at_level(logging.WARNING):
         assert load(store, chain).num_loaded == 2
     (line,) = caplog.messages
     assert f"{path} is damaged; it is deleted" in line
     assert not path.exists()
-    path = next(tmp_path.glob(f"*/*/{chain[1].digest.hex()}.0"))
+    path = next(tmp_path.glob(f"*/*/{chain[1].block_hash.hex()}.0"))
     path.unlink()
     caplog.clear()
     assert load(store, chain).num_loaded == 1
@@ -123,19 +124,19 @@ def test_loading_ends_at_the_first_block_that_cannot_be_had(
 
 
 def test_a_block_that_was_taken_for_something_else_is_not_saved(store: PrefixStore) -> None:
-    chain = contents(store, 4)
+    chain = contents(4)
     save(store, chain, lambda: False)
-    assert not any(store.has(content.digest, 0) for content in chain)
+    assert not any(store.has(content.block_hash, 0) for content in chain)
     answers = iter([True, False])
     save(store, chain[:1], lambda: next(answers))
-    assert not store.has(chain[0].digest, 0)
+    assert not store.has(chain[0].block_hash, 0)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
 def test_a_disk_that_fails_costs_one_line_each_and_then_none(
     store: PrefixStore, code: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    chain = contents(store, 4)
+    chain = contents(4)
     save(store, chain[:2])
 
     def fail(*args: object) -> int:
@@ -155,7 +156,7 @@ def test_a_disk_that_fails_costs_one_line_each_and_then_none(
 
 
 def test_a_folder_that_vanishes_is_made_again(store: PrefixStore, tmp_path: Path) -> None:
-    chain = contents(store, 4)
+    chain = contents(4)
     save(store, chain)
     for path in sorted(tmp_path.rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
@@ -179,18 +180,18 @@ def test_nothing_is_loaded_where_computing_is_faster(store: PrefixStore) -> None
 def test_closing_saves_what_waits(seconds: float, tmp_path: Path, memory: Memory) -> None:
     store = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), memory.rows, seconds)
     store.is_busy = True  # so that it has to wait for leisure
-    chain = contents(store, NUM_BLOCKS)
+    chain = contents(NUM_BLOCKS)
     for block, content in enumerate(chain):
         store.save(content, block, lambda: True)
     store.close()
     store.close()
     assert not store._thread.is_alive()
-    assert seconds == 0 or all(store.has(content.digest, 0) for content in chain)
+    assert seconds == 0 or all(store.has(content.block_hash, 0) for content in chain)
 
 
 def test_the_thread_itself_may_be_told_to_end(store: PrefixStore) -> None:
     """A garbage collector runs in any thread."""
-    chain = contents(store, 1)
+    chain = contents(1)
 
     def is_current() -> bool:
         store.end()
@@ -198,7 +199,7 @@ def test_the_thread_itself_may_be_told_to_end(store: PrefixStore) -> None:
 
     store.save(chain[0], 0, is_current)
     store._thread.join()
-    assert store.has(chain[0].digest, 0)
+    assert store.has(chain[0].block_hash, 0)
 
 
 def test_the_cache_is_let_go_before_the_end_is_over(tmp_path: Path) -> None:

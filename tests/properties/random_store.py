@@ -1,6 +1,5 @@
 """`RandomStore`: keeps blocks of the model cache, loses some, and loads the others whenever it likes."""
 
-import hashlib
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -27,14 +26,8 @@ class RandomStore:
         self._saves: list[tuple[BlockContent, int, Callable[[], bool]]] = []
         self._loads: list[Loading] = []
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
-        return repr((cache_salt, is_long, adapter)).encode()
-
-    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
-        return hashlib.sha256(parent + b"/" + token_ids).digest()
-
-    def has(self, digest: bytes, group: int) -> bool:
-        return (digest, group) in self._kept
+    def has(self, block_hash: bytes, group: int) -> bool:
+        return (block_hash, group) in self._kept
 
     def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
         assert num_blocks > 0
@@ -69,7 +62,7 @@ class RandomStore:
             if is_current():
                 places = self._places(block)
                 assert [token for _, token, _, _ in places] == list(memoryview(content.token_ids).cast("i"))
-                self._kept[content.digest, content.group] = content, list(places)
+                self._kept[content.block_hash, content.group] = content, list(places)
 
     def _load_one(self) -> None:
         if not self._loads:
@@ -77,8 +70,8 @@ class RandomStore:
         loading = self._rng.choice(self._loads)
         content, block = loading.blocks[loading.num_loaded]
         if self._rng.random() < 0.05:
-            self._kept.pop((content.digest, content.group), None)
-        kept = self._kept.get((content.digest, content.group))
+            self._kept.pop((content.block_hash, content.group), None)
+        kept = self._kept.get((content.block_hash, content.group))
         if kept is not None:
             assert kept[0] == content
             size = self._cache.block_size

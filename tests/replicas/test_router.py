@@ -8,6 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import ROUTINGS
 from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
 from inflight.engine.replicas.ttft_estimator import ReplicaLoad, TtftEstimator
@@ -28,13 +29,13 @@ class Clock:
         self.now = 0.0
 
     def send(self, token_ids: list[int], available: tuple[int, ...] = ALL, salt: str | None = None) -> RoutedRequest:
-        return self.router.send(token_ids, salt, available, self.now)
+        return self.router.send(token_ids, Root(salt), available, self.now)
 
     def finish(self, sent: RoutedRequest, token_ids: list[int] | None = None, salt: str | None = None) -> None:
         self.now += 0.1
         self.router.begin(sent, self.now)
         self.now += 0.1
-        self.router.end(sent, self.now, token_ids or (), salt)
+        self.router.end(sent, self.now, token_ids or (), Root(salt))
 
 
 def test_a_session_stays_where_its_history_is() -> None:

@@ -9,13 +9,13 @@ class BlockContent(NamedTuple):
     """What a block holds: by this it is found, and checked, wherever it is kept.
 
     Attributes:
-        digest: of its tokens, all before them, and everything else that its keys and values depend on.
-        parent: the digest of the block before it, or of what comes before the first.
+        block_hash: its own; see `contracts.block_hash`.
+        parent: the hash of the block before it, or of the root.
         token_ids: its tokens, as int32.
         group: the cache group whose keys and values it holds.
     """
 
-    digest: bytes
+    block_hash: bytes
     parent: bytes
     token_ids: bytes
     group: int
@@ -39,15 +39,7 @@ class Loading(Protocol):
 class BlockStore(Protocol):
     """Keeps blocks outside of the cache. All methods return at once, except those that say that they wait."""
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
-        """What comes before the first block; see `Root`."""
-        ...
-
-    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
-        """Of a block of these tokens after `parent`."""
-        ...
-
-    def has(self, digest: bytes, group: int) -> bool:
+    def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a block may be here. Only loading it shows."""
         ...
 

@@ -1,18 +1,16 @@
 """`CacheEvents`: which blocks have come into one engine's prefix cache, and which have left it.
 
-A block is named by a number of 64 bits: a checksum (XXH3) of its tokens and of the number before it, where the first
-follows one of salt and adapter. It is the same in every process. Of a model with sliding windows only the blocks of a
-cache group that keeps all tokens are told of, if there is one: as long as these are there, most of a prefix is.
+A block is named by 64 bits of its block hash, the same in every process. Of a model with sliding windows only the
+blocks of a cache group that keeps all tokens are told of, if there is one: while these are there, most of a prefix is.
 """
 
 from array import array
 from dataclasses import dataclass
 
-import xxhash
-
+from inflight.contracts.block_hash import Root
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of
 
 
 @dataclass(slots=True)
@@ -46,7 +44,6 @@ class CacheEvents:
     def __init__(self, pool: BlockPool) -> None:
         groups = pool.layout.groups
         self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
-        self._hashes: dict[PrefixNode, int] = {}  # of the blocks that were told of
         self._events: list[Stored | Removed] = []
         pool.watch(self)
 
@@ -60,8 +57,8 @@ class CacheEvents:
         if group != self._group:
             return
         before, token_bytes = node.key
-        parent = self._hash(before) if isinstance(before, PrefixNode) else None
-        number = self._hashes[node] = self._hash(node)
+        parent = _number(before) if isinstance(before, PrefixNode) else None
+        number = _number(node)
         token_ids = array("i", token_bytes).tolist()
         last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and parent is not None and last.hashes[-1] == parent:
@@ -75,25 +72,16 @@ class CacheEvents:
         """A node has no block in a group any more."""
         if group != self._group:
             return
-        number = self._hashes.pop(node)
+        number = _number(node)
         last = self._events[-1] if self._events else None
         if isinstance(last, Removed):
             last.hashes.append(number)
         else:
             self._events.append(Removed([number]))
 
-    def _hash(self, parent: Parent) -> int:
-        unknown: list[PrefixNode] = []
-        while isinstance(parent, PrefixNode) and parent not in self._hashes:
-            unknown.append(parent)
-            parent = parent.key[0]
-        if isinstance(parent, PrefixNode):
-            number = self._hashes[parent]
-        else:
-            number = xxhash.xxh3_64_intdigest(repr(tuple(parent)).encode())
-        for node in reversed(unknown):
-            number = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little") + node.key[1])
-        return number
+
+def _number(node: PrefixNode) -> int:
+    return int.from_bytes(hash_of(node)[:8], "little")
 
 
 def _root(parent: Parent) -> Root:

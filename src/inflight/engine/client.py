@@ -9,12 +9,13 @@ import logging
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.watching import Watching
@@ -109,7 +110,7 @@ class EngineClient(ABC):
     def deliver(
         self,
         token_ids: Sequence[int],
-        kind: Hashable,
+        root: Root,
         num_sequences: int = 1,
         take: Callable[[Mail], None] | None = None,
         *,
@@ -118,7 +119,7 @@ class EngineClient(ABC):
         """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`.
 
         Args:
-            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+            root: what else must be equal for two prompts to share a prefix.
             take: see `Mailbox`.
         """
 
@@ -189,7 +190,7 @@ class OneEngine(EngineClient):
     def deliver(
         self,
         token_ids: Sequence[int],
-        kind: Hashable,
+        root: Root,
         num_sequences: int = 1,
         take: Callable[[Mail], None] | None = None,
         *,

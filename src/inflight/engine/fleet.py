@@ -6,11 +6,12 @@ first that is loaded takes all requests until others are.
 
 import threading
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import ROUTINGS
 from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
 from inflight.engine.client import RESTART_DELAYS, EngineClient, OneEngine
@@ -83,7 +84,7 @@ class Fleet(EngineClient):
     def deliver(
         self,
         token_ids: Sequence[int],
-        kind: Hashable,
+        root: Root,
         num_sequences: int = 1,
         take: Callable[[Mail], None] | None = None,
         *,
@@ -94,7 +95,7 @@ class Fleet(EngineClient):
         while available:
             with self._lock:
                 router, now = self._router_of(available), time.monotonic()
-                sent = router.send(token_ids, kind, list(available), now, num_sequences, in_background=in_background)
+                sent = router.send(token_ids, root, list(available), now, num_sequences, in_background=in_background)
             session, at = available.pop(sent.replica), None
             try:
                 with session.mailbox(take) as at:
@@ -108,7 +109,7 @@ class Fleet(EngineClient):
             finally:
                 with self._lock:
                     can_help = at is not None and self._known.get(sent.replica) is session
-                    router.end(sent, time.monotonic(), at.token_ids if can_help and at is not None else (), kind)
+                    router.end(sent, time.monotonic(), at.token_ids if can_help and at is not None else (), root)
         raise failure
 
     def _begin(self, router: Router, sent: RoutedRequest) -> None:

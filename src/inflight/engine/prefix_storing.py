@@ -1,6 +1,5 @@
 """The store of an engine's prefixes: where its files lie, and whose they are."""
 
-from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -37,10 +36,9 @@ def pin_prefix(
 ) -> None:
     """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible or
     not all of it is saved."""
-    size, tokens = info.block_size, array("i", token_ids)
-    blocks = [tokens[end - size : end].tobytes() for end in range(size, len(tokens) + 1, size)]
-    firsts = [group.first_visible(len(blocks) * size) // size for group in info.cache_groups]
-    store.pin(blocks, firsts, cache_salt, adapter)
+    size = info.block_size
+    firsts = [group.first_visible(len(token_ids) // size * size) // size for group in info.cache_groups]
+    store.pin(token_ids, size, firsts, cache_salt, adapter)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

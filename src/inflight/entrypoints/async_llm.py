@@ -18,6 +18,7 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import BACKGROUND, Routing, engine_config
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
@@ -406,8 +407,8 @@ class AsyncLLM(AsyncPoolingCalls):
                 params = replace(params, seed=self._seeds.next())
             await self._session()  # it may have died meanwhile
             is_background = request.priority == BACKGROUND
-            kind = salt, source
-            with self._client.deliver(checked, kind, params.n, in_background=is_background) as mailbox:
+            root = Root(salt, adapter=source)
+            with self._client.deliver(checked, root, params.n, in_background=is_background) as mailbox:
                 session, address = mailbox.session, mailbox.address
                 session.send(Generate(address, checked, params, request.priority, salt, source, deadline))
                 call.reach(session, address)
@@ -444,7 +445,7 @@ class AsyncLLM(AsyncPoolingCalls):
         """The numbers of one text, once there is a place for it."""
         async with places:
             await self._session()
-            with self._client.deliver(text.token_ids, None) as mailbox:
+            with self._client.deliver(text.token_ids, Root()) as mailbox:
                 session, address = mailbox.session, mailbox.address
                 session.send(Generate(address, text.token_ids, DEFAULT_PARAMS, text=text))
                 output: SequenceOutput | None = None

@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.errors import EngineDeadError
 from inflight.contracts.outputs import SequenceOutput, merged
 from inflight.engine.admission import AcceptedRequest
@@ -138,7 +139,7 @@ class OfflineCall:
         """Find an engine for a request. Returns it, with what is to be sent there."""
         accepted = request.accepted.request
         prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
-        deliver = self._client.deliver(prompt, (salt, source), accepted.num_sequences, self._take)
+        deliver = self._client.deliver(prompt, Root(salt, adapter=source), accepted.num_sequences, self._take)
         request.mailbox = request.place.enter_context(deliver)
         self._at[request.mailbox] = request
         self._num_in_work += 1

@@ -9,7 +9,6 @@ steps calls `observe`.
 import json
 import os
 import platform
-from array import array
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from hashlib import blake2b
@@ -19,6 +18,7 @@ from typing import Any
 
 import msgspec
 
+from inflight.contracts.block_hash import Root, block_hashes
 from inflight.contracts.cache_layout import CacheGroup
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
@@ -134,13 +134,10 @@ class Recorder:
 
     def _block_hashes(self, arrival: ArrivalRecord) -> list[int]:
         """Return one hash per full block of its prompt, of that block and all before it."""
-        token_ids, size, hashes = arrival.prompt_token_ids, self._block_size, []
-        digest = repr((arrival.cache_salt, arrival.adapter)).encode()
-        for start in range(0, len(token_ids) - size + 1, size):
-            content = digest + array("q", token_ids[start : start + size]).tobytes()
-            digest = blake2b(content, digest_size=8, key=self._key).digest()
-            hashes.append(int.from_bytes(digest, "little"))
-        return hashes
+        root = Root(arrival.cache_salt, adapter=arrival.adapter)
+        hashes = block_hashes(arrival.prompt_token_ids, self._block_size, root)
+        keyed = (blake2b(each, digest_size=8, key=self._key).digest() for each in hashes)
+        return [int.from_bytes(digest, "little") for digest in keyed]
 
 
 def observe_with(*observers: Callable[[StepRecord], None] | None) -> Callable[[StepRecord], None]:

@@ -1,14 +1,11 @@
-"""Prefixes of one folder in a file, for another folder: a tar of a folder of prefixes with a key of its own.
+"""Prefixes of one folder in a file, for another folder: a tar of its files, each under its block's hash.
 
-Each folder has other names for the same blocks, because its key is secret. On the way from a root to a block, its new
-name is found as its old one was. To what was kept under a `cache_salt` there is no way without that salt: it stays.
-Parents come before their children, so that a file can be read from its beginning to its end.
+Only blocks that can be reached from a root without a `cache_salt` are written, each after its parent.
 """
 
 import io
 import json
 import re
-import secrets
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -17,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inflight.contracts.block_store import BlockContent
+from inflight.contracts.block_hash import Root
 from inflight.prefix_store import block_file
-from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME, PINNED_MODE, BlockFolder, is_pinned
+from inflight.prefix_store.block_folder import ABOUT_NAME, PINNED_MODE, BlockFolder, is_pinned
 from inflight.prefix_store.inspection import StoredFingerprint, parse_about
-from inflight.prefix_store.naming import KEY_SIZE, Naming
 
 MODE = 0o600
+ROOTS = tuple(Root(None, is_long).block_hash for is_long in (False, True))
+"""Before the first block of a prompt without salt or adapter."""
 BLOCK_NAME = re.compile(r"[0-9a-f]{64}\.[0-9]{1,9}")
 BLOCK_PATH = re.compile(rf"([0-9a-f]{{64}})/[0-9a-f]{{2}}/({BLOCK_NAME.pattern})")
 ABOUT_PATH = re.compile(rf"([0-9a-f]{{64}})/{re.escape(ABOUT_NAME)}")
@@ -42,27 +40,6 @@ class ArchiveTotals:
     num_damaged: int = 0
 
 
-class _Renaming:
-    """New names for the blocks of one fingerprint, parents first."""
-
-    def __init__(self, old: Naming, new: Naming) -> None:
-        self._old, self._new = old, new
-        self._renamed = {
-            old.digest_of_root(None, is_long): new.digest_of_root(None, is_long) for is_long in (False, True)
-        }
-
-    def roots(self) -> list[bytes]:
-        return list(self._renamed)
-
-    def rename(self, content: BlockContent) -> BlockContent | None:
-        """The content under its new name. None: there is no way to it."""
-        parent = self._renamed.get(content.parent)
-        if parent is None or content.digest != self._old.digest(content.parent, content.token_ids):
-            return None
-        digest = self._renamed[content.digest] = self._new.digest(parent, content.token_ids)
-        return content._replace(digest=digest, parent=parent)
-
-
 # --------------------------------------------------------------------------------------------- into an archive
 
 
@@ -76,45 +53,41 @@ def write_archive(
 
     Raises `OSError`.
     """
-    old_key, new_key = (folder / KEY_NAME).read_bytes(), secrets.token_bytes(KEY_SIZE)
     moved = ArchiveTotals()
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        _add(archive, KEY_NAME, new_key)
         for holding in stored_fingerprints:
-            fingerprint = bytes.fromhex(holding.fingerprint)
             _add(archive, f"{holding.fingerprint}/{ABOUT_NAME}", json.dumps(holding.about).encode())
-            new = Naming(new_key, fingerprint)
-            renaming = _Renaming(Naming(old_key, fingerprint), new)
-            for path in _from(holding, renaming.roots()):
+            for path in _from(holding):
                 with suppress(FileNotFoundError):  # an engine has deleted it
                     status = path.stat()
                     if only_pinned and not is_pinned(status):
                         continue
+                    data = path.read_bytes()
                     try:
-                        content, rows = block_file.parse(path.name, path.read_bytes())
+                        content, _ = block_file.parse(data)
                     except ValueError:
                         moved.num_damaged += 1
                         continue
-                    if (renamed := renaming.rename(content)) is not None:
-                        data = block_file.to_bytes(renamed, [rows])
-                        mode = PINNED_MODE if is_pinned(status) else MODE
-                        _add(archive, new.path_of(renamed.digest, renamed.group), data, mode, status.st_mtime)
-                        moved.num_blocks, moved.num_bytes = moved.num_blocks + 1, moved.num_bytes + len(data)
+                    name = content.block_hash.hex()
+                    name = f"{holding.fingerprint}/{name[:2]}/{name}.{content.group}"
+                    _add(archive, name, data, PINNED_MODE if is_pinned(status) else MODE, status.st_mtime)
+                    moved.num_blocks, moved.num_bytes = moved.num_blocks + 1, moved.num_bytes + len(data)
     return moved
 
 
-def _from(holding: StoredFingerprint, roots: list[bytes]) -> Iterator[Path]:
-    """The files of the blocks that there is a way to, parents first."""
-    children: dict[bytes, list[Path]] = defaultdict(list)
+def _from(holding: StoredFingerprint) -> Iterator[Path]:
+    """The files of the blocks that can be reached, parents first."""
+    children: dict[bytes, list[tuple[bytes, Path]]] = defaultdict(list)
     for path in holding.files():
         if BLOCK_NAME.fullmatch(path.name):
             with suppress(FileNotFoundError):
-                children[block_file.parent_in(path)].append(path)
-    reached = list(roots)
+                own, parent = block_file.hashes_in(path)
+                children[parent].append((own, path))
+    reached = list(ROOTS)
     while reached:
-        paths = children.pop(reached.pop(), [])
-        yield from paths
-        reached += {bytes.fromhex(path.stem) for path in paths}
+        found = children.pop(reached.pop(), [])
+        yield from (path for _, path in found)
+        reached += {own for own, _ in found}
 
 
 def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = MODE, time: float = 0.0) -> None:
@@ -140,10 +113,7 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             members = ((member.name, member.mode, _read(archive, member)) for member in archive)
-            name, _, key = next(members, ("", 0, b""))
-            if name != KEY_NAME or len(key) != KEY_SIZE:
-                raise ValueError("it does not begin with a key")
-            reader = _Reader(key, path, max_bytes, moved)
+            reader = _Reader(path, max_bytes, moved)
             for name, mode, data in members:
                 reader.take(name, mode, data)
     except (tarfile.TarError, EOFError) as error:
@@ -153,10 +123,11 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
 
 
 class _Reader:
-    def __init__(self, key: bytes, path: Path, max_bytes: int, moved: ArchiveTotals) -> None:
-        self._key, self._path, self._max_bytes, self._moved = key, path, max_bytes, moved
+    def __init__(self, path: Path, max_bytes: int, moved: ArchiveTotals) -> None:
+        self._path, self._max_bytes, self._moved = path, max_bytes, moved
         self._about: dict[str, dict[str, Any]] = {}
-        self._folders: dict[str, tuple[BlockFolder, _Renaming]] = {}
+        self._folders: dict[str, BlockFolder] = {}
+        self._reached = set(ROOTS)
         self._pinned: dict[str, list[Path]] = defaultdict(list)
 
     def take(self, name: str, mode: int, data: bytes) -> None:
@@ -169,37 +140,35 @@ class _Reader:
             raise ValueError(f"it holds {name[:100]!r}, which is no block")
 
     def _take_block(self, fingerprint: str, name: str, mode: int, data: bytes) -> None:
-        folder, renaming = self._of(fingerprint)
+        folder = self._of(fingerprint)
         try:
-            content, rows = block_file.parse(name, data)
-            renamed = renaming.rename(content)
+            content, rows = block_file.parse(data)
+            if name != f"{content.block_hash.hex()}.{content.group}" or content.parent not in self._reached:
+                raise ValueError("cannot be reached")
         except ValueError:
-            renamed = None
-        if renamed is None:
             self._moved.num_damaged += 1
             return
-        path = folder.path_of(renamed.digest, renamed.group)
+        self._reached.add(content.block_hash)
+        path = folder.path_of(content.block_hash, content.group)
         if not path.exists():
             folder.make_place(path)
-            folder.observe_written(block_file.write(path, renamed, [rows], lambda: True))
+            folder.observe_written(block_file.write(path, content, [rows], lambda: True))
         self._moved.num_blocks, self._moved.num_bytes = self._moved.num_blocks + 1, self._moved.num_bytes + len(data)
         if mode == PINNED_MODE:
             self._pinned[fingerprint].append(path)
 
-    def _of(self, fingerprint: str) -> tuple[BlockFolder, _Renaming]:
+    def _of(self, fingerprint: str) -> BlockFolder:
         if fingerprint not in self._folders:
             digest = bytes.fromhex(fingerprint)
             is_known = (self._path / fingerprint / ABOUT_NAME).exists()
-            folder = BlockFolder(
-                self._path, digest, self._max_bytes, None if is_known else self._about.get(fingerprint)
-            )
-            self._folders[fingerprint] = folder, _Renaming(Naming(self._key, digest), folder.naming)
+            about = None if is_known else self._about.get(fingerprint)
+            self._folders[fingerprint] = BlockFolder(self._path, digest, self._max_bytes, about)
         return self._folders[fingerprint]
 
     def pin(self) -> None:
         """Pin what was pinned. Raises `ValueError` if that is too much."""
         for fingerprint, paths in self._pinned.items():
-            self._folders[fingerprint][0].pin(paths)
+            self._folders[fingerprint].pin(paths)
 
 
 def _read(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import xxhash
 
+from inflight.contracts.block_hash import block_hash
 from inflight.contracts.block_store import BlockContent
 
-MAGIC = b"inflight block 1"
+MAGIC = b"inflight block 2"
 HEADER = struct.Struct("<16s32s32sIIQ")
-"""Magic, digest, parent, group, bytes of tokens, bytes of the block; then the tokens, the block, and the checksum."""
-PARENT = slice(48, 80)
-"""Where the parent is."""
+"""Magic, block hash, parent, group, bytes of tokens, bytes of the block; then the tokens, the block, the checksum."""
 CHECKSUM_SIZE = 16
 PARTIAL = ".partial"
 
@@ -88,16 +87,16 @@ def read(path: Path, content: BlockContent, rows: Rows) -> str | None:
     return None
 
 
-def parse(name: str, data: bytes) -> tuple[BlockContent, memoryview]:
-    """What a file of this name holds, and the block's bytes.
+def parse(data: bytes) -> tuple[BlockContent, memoryview]:
+    """What a file holds, and the block's bytes.
 
     Raises:
-        ValueError: why it cannot be any block, in words that follow its name.
+        ValueError: why it cannot be any block, in words that follow the file's name.
     """
     if len(data) < HEADER.size + CHECKSUM_SIZE:
         raise ValueError("has the wrong size")
-    magic, digest, parent, group, num_token_bytes, num_bytes = HEADER.unpack_from(data)
-    if magic != MAGIC or name != f"{digest.hex()}.{group}":
+    magic, number, parent, group, num_token_bytes, num_bytes = HEADER.unpack_from(data)
+    if magic != MAGIC:
         raise ValueError("is of something else")
     start = HEADER.size + num_token_bytes
     if len(data) != start + num_bytes + CHECKSUM_SIZE:
@@ -105,24 +104,22 @@ def parse(name: str, data: bytes) -> tuple[BlockContent, memoryview]:
     whole = memoryview(data)
     if xxhash.xxh3_128_digest(whole[:-CHECKSUM_SIZE]) != data[-CHECKSUM_SIZE:]:
         raise ValueError("is damaged")
-    return BlockContent(digest, parent, data[HEADER.size : start], group), whole[start:-CHECKSUM_SIZE]
+    token_ids = data[HEADER.size : start]
+    if number != block_hash(parent, token_ids):
+        raise ValueError("is of something else")
+    return BlockContent(number, parent, token_ids, group), whole[start:-CHECKSUM_SIZE]
 
 
-def to_bytes(content: BlockContent, rows: Rows) -> bytes:
-    """A whole file."""
-    data = b"".join((_header(content, rows), *rows))
-    return data + xxhash.xxh3_128_digest(data)
-
-
-def parent_in(path: Path) -> bytes:
-    """The digest of the block before the one that a file says it holds. Raises `OSError`."""
+def hashes_in(path: Path) -> tuple[bytes, bytes]:
+    """The hash of the block that a file says it holds, and of the one before it. Raises `OSError`."""
     with open(path, "rb", buffering=0) as file:
-        return file.read(HEADER.size)[PARENT]
+        header = file.read(HEADER.size).ljust(HEADER.size)
+    return HEADER.unpack(header)[1:3]
 
 
 def _header(content: BlockContent, rows: Rows) -> bytes:
-    digest, parent, token_ids, group = content
-    return HEADER.pack(MAGIC, digest, parent, group, len(token_ids), sum(map(len, rows))) + token_ids
+    number, parent, token_ids, group = content
+    return HEADER.pack(MAGIC, number, parent, group, len(token_ids), sum(map(len, rows))) + token_ids
 
 
 def _write_all(write_some: Callable[[memoryview], int | None], data: "bytes | memoryview") -> None:

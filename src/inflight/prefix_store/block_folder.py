@@ -71,13 +71,13 @@ class BlockFolder:
             self._blocks.mkdir(mode=0o700, exist_ok=True)
             (self._blocks / ABOUT_NAME).write_text(json.dumps(dict(about)))
 
-    def path_of(self, digest: bytes, group: int) -> Path:
+    def path_of(self, block_hash: bytes, group: int) -> Path:
         """Where a block's file lies, if there is one."""
-        return self.path / self.naming.path_of(digest, group)
+        return self.path / self.naming.path_of(block_hash, group)
 
-    def has(self, digest: bytes, group: int) -> bool:
+    def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a block has a file."""
-        return os.path.exists(self.path_of(digest, group))
+        return os.path.exists(self.path_of(block_hash, group))
 
     def num_files(self) -> int:
         """How many files of blocks there are."""
@@ -90,11 +90,11 @@ class BlockFolder:
 
     def announce(self, content: BlockContent) -> None:
         """A block is about to be read."""
-        block_file.announce(self.path_of(content.digest, content.group))
+        block_file.announce(self.path_of(content.block_hash, content.group))
 
     def read(self, content: BlockContent, memory: Rows) -> bool:
         """Read a block into memory. Returns whether it is there."""
-        path = self.path_of(content.digest, content.group)
+        path = self.path_of(content.block_hash, content.group)
         try:
             reason = block_file.read(path, content, memory)
             if reason is None:
@@ -111,7 +111,7 @@ class BlockFolder:
     def write(self, content: BlockContent, memory: Rows, is_current: Callable[[], bool]) -> bool:
         """Write a block that has no file yet, unless it is taken for something else meanwhile. Returns whether it was
         written."""
-        path = self.path_of(content.digest, content.group)
+        path = self.path_of(content.block_hash, content.group)
         try:
             if not is_current() or path.exists():
                 return False

@@ -11,6 +11,7 @@ from typing import Any
 
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import ABOUT_NAME, HITS_NAME, KEY_NAME, is_pinned
+from inflight.prefix_store.naming import Naming
 
 FINGERPRINT = re.compile(r"([0-9a-f]{2})+")
 
@@ -56,9 +57,12 @@ def stored_fingerprints(folder: Path) -> list[StoredFingerprint]:
 
 def damaged(holding: StoredFingerprint) -> Iterator[tuple[Path, str]]:
     """Read all blocks; yield those that are damaged, and why, in words that follow the file's name."""
+    naming = Naming((holding.path.parent / KEY_NAME).read_bytes(), bytes.fromhex(holding.fingerprint))
     for path in holding.files():
         try:
-            block_file.parse(path.name, path.read_bytes())
+            content, _ = block_file.parse(path.read_bytes())
+            if Path(naming.path_of(content.block_hash, content.group)).name != path.name:
+                yield path, "is of something else"
         except FileNotFoundError:
             continue
         except ValueError as reason:

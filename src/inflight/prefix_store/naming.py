@@ -1,10 +1,9 @@
-"""`Naming`: what a block is called in a folder. Without the folder's secret key a name cannot be told from the tokens.
+"""`Naming`: what a block's file is called. Without the folder's secret key a name cannot be told from the tokens.
 
-A name is a digest of the block's tokens, of the digest before it, and so of everything that its keys and values depend
-on: before the first block comes a digest of the fingerprint, and of what keeps requests apart that may not share.
+A name is a digest of the block's hash and of the fingerprint: of everything else that keys and values depend on.
 """
 
-import hashlib
+from hashlib import blake2b
 
 KEY_SIZE = 32
 DIGEST_SIZE = 32
@@ -21,23 +20,7 @@ class Naming:
     def __init__(self, key: bytes, fingerprint: bytes) -> None:
         self._key, self._fingerprint = key, fingerprint
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
-        """See `BlockStore`."""
-        salt = b"0" if cache_salt is None else b"1" + cache_salt.encode()
-        return self._digest(self._fingerprint, bytes([is_long]), salt, *([] if adapter is None else [adapter.encode()]))
-
-    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
-        """See `BlockStore`."""
-        return self._digest(parent, token_ids)
-
-    def path_of(self, digest: bytes, group: int) -> str:
+    def path_of(self, block_hash: bytes, group: int) -> str:
         """Where a block's file lies in the folder."""
-        name = digest.hex()
+        name = blake2b(block_hash + self._fingerprint, key=self._key, digest_size=DIGEST_SIZE).hexdigest()
         return f"{self._fingerprint.hex()}/{name[:2]}/{name}.{group}"
-
-    def _digest(self, *parts: bytes) -> bytes:
-        state = hashlib.blake2b(key=self._key, digest_size=DIGEST_SIZE)
-        for part in parts:
-            state.update(len(part).to_bytes(8, "little"))
-            state.update(part)
-        return state.digest()

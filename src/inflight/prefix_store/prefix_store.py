@@ -15,6 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from inflight.contracts.block_hash import Root, block_hashes
 from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store.block_file import Rows
 from inflight.prefix_store.block_folder import BlockFolder
@@ -128,17 +129,9 @@ class PrefixStore:
 
     # ------------------------------------------------------------------------------------- what the engine asks
 
-    def digest_of_root(self, cache_salt: str | None, is_long: bool, adapter: str | None = None) -> bytes:
+    def has(self, block_hash: bytes, group: int) -> bool:
         """See `BlockStore`."""
-        return self._folder.naming.digest_of_root(cache_salt, is_long, adapter)
-
-    def digest(self, parent: bytes, token_ids: bytes) -> bytes:
-        """See `BlockStore`."""
-        return self._folder.naming.digest(parent, token_ids)
-
-    def has(self, digest: bytes, group: int) -> bool:
-        """See `BlockStore`."""
-        return self._folder.has(digest, group)
+        return self._folder.has(block_hash, group)
 
     def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
         """See `BlockStore`."""
@@ -166,24 +159,28 @@ class PrefixStore:
             self._changed.wait_for(lambda: any(each.is_done for each in waiting_for) or not self._loads, seconds)
 
     def pin(
-        self, blocks: Sequence[bytes], firsts: Sequence[int], cache_salt: str | None, adapter: str | None = None
+        self,
+        token_ids: Sequence[int],
+        block_size: int,
+        firsts: Sequence[int],
+        cache_salt: str | None,
+        adapter: str | None = None,
     ) -> None:
         """Let what is saved of a prompt stay, however long no request asks for it.
 
         Args:
-            blocks: the tokens of each of its blocks, as int32.
+            token_ids: its tokens; only full blocks are pinned.
             firsts: the first block that later tokens see, in each cache group.
 
         Raises:
             ValueError: too much would be pinned.
             OSError: the folder cannot be used, or blocks that later tokens see are not in it.
         """
-        paths, num_missing = list[Path](), len(blocks) * len(firsts)
+        paths, num_missing = list[Path](), len(token_ids) // block_size * len(firsts)
         for is_long in (False, True):
-            digest, needed = self.digest_of_root(cache_salt, is_long, adapter), list[Path]()
-            for number, token_ids in enumerate(blocks):
-                digest = self.digest(digest, token_ids)
-                of_groups = [self._folder.path_of(digest, group) for group in range(len(firsts))]
+            hashes, needed = block_hashes(token_ids, block_size, Root(cache_salt, is_long, adapter)), list[Path]()
+            for number, block_hash in enumerate(hashes):
+                of_groups = [self._folder.path_of(block_hash, group) for group in range(len(firsts))]
                 needed += [path for path, first in zip(of_groups, firsts, strict=True) if number >= first]
                 paths += of_groups
             num_missing = min(num_missing, sum(not path.exists() for path in needed))

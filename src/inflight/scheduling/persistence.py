@@ -9,10 +9,11 @@ whose content is known is handed over to be saved.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from inflight.contracts.block_hash import block_hash
 from inflight.contracts.block_store import BlockContent, BlockStore, Loading
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
-from inflight.scheduling.prefix_cache import Parent, PrefixNode, make_key
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_key
 from inflight.scheduling.sequence import Sequence
 
 LARGEST_SHARE = 0.5
@@ -56,7 +57,7 @@ class Persistence:
         self._block_pool = block_pool
         self._find = find
         self._restorations: list[Restoration] = []
-        self._on_its_way: dict[bytes, Restoration] = {}  # by the digest of each block that is loaded
+        self._on_its_way: dict[bytes, Restoration] = {}  # by the hash of each block that is loaded
 
     @property
     def is_waiting(self) -> bool:
@@ -80,7 +81,7 @@ class Persistence:
         chain, contents = self._stored(store, first, parent, len(nodes))
         if not contents:
             return False
-        if (same := self._on_its_way.get(contents[0][1].digest)) is not None:
+        if (same := self._on_its_way.get(contents[0][1].block_hash)) is not None:
             same.parked += sequences
             return True
         tables, num_tokens = pool.new_tables(), (len(nodes) + len(chain)) * size
@@ -96,7 +97,7 @@ class Persistence:
         blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
         restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
         self._restorations.append(restoration)
-        self._on_its_way |= {content.digest: restoration for _, content in contents}
+        self._on_its_way |= {content.block_hash: restoration for _, content in contents}
         return True
 
     def _starts(self, sequence: Sequence) -> range:
@@ -112,15 +113,15 @@ class Persistence:
         size, groups = self._block_pool.block_size, self._block_pool.layout.groups
         chain: list[bytes] = []
         there: list[list[BlockContent]] = []
-        digest = digest_of(store, parent)
+        number = hash_of(parent)
         for start in self._starts(sequence)[num_before:]:
             _, token_ids = make_key(parent, sequence.token_ids[start : start + size])
-            before, digest = digest, store.digest(digest, token_ids)
-            found = [group for group in range(len(groups)) if store.has(digest, group)]
+            before, number = number, block_hash(number, token_ids)
+            found = [group for group in range(len(groups)) if store.has(number, group)]
             if not found:
                 break
             chain.append(token_ids)
-            there.append([BlockContent(digest, before, token_ids, group) for group in found])
+            there.append([BlockContent(number, before, token_ids, group) for group in found])
         while chain:
             end = (num_before + len(chain)) * size
             firsts = [max(0, group.first_visible(end) // size - num_before) for group in groups]
@@ -141,7 +142,7 @@ class Persistence:
         for restoration in [each for each in self._restorations if each.loading.is_done]:
             self._restorations.remove(restoration)
             for _, content in restoration.contents:
-                self._on_its_way.pop(content.digest, None)
+                self._on_its_way.pop(content.block_hash, None)
             self._remember(restoration)
             self._block_pool.release(restoration.tables)
             of_requests: dict[int, list[Sequence]] = {}
@@ -188,17 +189,5 @@ class Persistence:
             return
         number = pool.num_times_taken(block)
         parent, token_ids = node.key
-        content = BlockContent(digest_of(store, node), digest_of(store, parent), token_ids, node.blocks.index(block))
+        content = BlockContent(hash_of(node), hash_of(parent), token_ids, node.blocks.index(block))
         store.save(content, block, lambda: pool.num_times_taken(block) == number)
-
-
-def digest_of(store: BlockStore, parent: Parent) -> bytes:
-    """The digest of a node or root."""
-    unknown: list[PrefixNode] = []
-    while isinstance(parent, PrefixNode) and not parent.digest:
-        unknown.append(parent)
-        parent = parent.key[0]
-    digest = parent.digest if isinstance(parent, PrefixNode) else store.digest_of_root(*parent)
-    for node in reversed(unknown):
-        digest = node.digest = store.digest(digest, node.key[1])
-    return digest

@@ -14,24 +14,10 @@ full blocks is vLLM's, Kwon et al., SOSP 2023, who chain hashes; SGLang, Zheng e
 from array import array
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
+from inflight.contracts.block_hash import Root, block_hash
 from inflight.contracts.plan import NO_BLOCK
-
-
-class Root(NamedTuple):
-    """What must be equal besides the tokens for keys and values to be the same.
-
-    Attributes:
-        cache_salt: the request's; requests with different salts never share.
-        is_long: whether they belong to a sequence longer than the scheduler's `recompute_beyond`.
-        adapter: the digest of the adapter that they were computed with; None: with none.
-    """
-
-    cache_salt: str | None = None
-    is_long: bool = False
-    adapter: str | None = None
-
 
 Parent: TypeAlias = "Root | PrefixNode"
 """What comes before a block of tokens: nothing, or another block."""
@@ -46,18 +32,30 @@ class PrefixNode:
     Attributes:
         blocks: for each cache group the block that holds its keys and values, or `NO_BLOCK`.
         num_children: nodes whose parent this is.
-        digest: names its content outside of this process (see `BlockContent`); empty: not known yet.
+        block_hash: see `hash_of`; empty: not known yet.
     """
 
     key: Key = field(repr=False)  # which holds all nodes before it
     blocks: list[int]
     num_children: int = 0
-    digest: bytes = b""
+    block_hash: bytes = b""
 
 
 def make_key(parent: Parent, token_ids: SequenceOf[int]) -> Key:
     """The key of a block of these tokens after `parent`."""
     return parent, array("i", token_ids).tobytes()
+
+
+def hash_of(parent: Parent) -> bytes:
+    """The block hash of a node or a root."""
+    unknown: list[PrefixNode] = []
+    while isinstance(parent, PrefixNode) and not parent.block_hash:
+        unknown.append(parent)
+        parent = parent.key[0]
+    last = parent.block_hash
+    for node in reversed(unknown):
+        last = node.block_hash = block_hash(last, node.key[1])
+    return last
 
 
 class CacheWatch(Protocol):

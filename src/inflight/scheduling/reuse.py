@@ -9,9 +9,10 @@ they are forgotten, and sequences that relied on it start over. Knows nothing of
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import PrefixNode, Root, make_key
+from inflight.scheduling.prefix_cache import PrefixNode, make_key
 from inflight.scheduling.sequence import Sequence
 
 

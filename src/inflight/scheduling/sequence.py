@@ -3,13 +3,14 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import BACKGROUND
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.plan import BadWords
 from inflight.contracts.pooling import PooledText
 from inflight.scheduling.block_pool import BlockTables
-from inflight.scheduling.prefix_cache import Parent, Root
+from inflight.scheduling.prefix_cache import Parent
 
 
 @dataclass(frozen=True, slots=True)

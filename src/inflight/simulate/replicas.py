@@ -9,6 +9,7 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
+from inflight.contracts.block_hash import Root
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
@@ -105,7 +106,7 @@ class _Fleet:
         """Send a request that arrives now."""
         available = range(len(self.engines))
         num_sequences = len(request.num_output_tokens)
-        sent = self._router.send(request.prompt_token_ids, None, available, request.arrival, num_sequences)
+        sent = self._router.send(request.prompt_token_ids, Root(), available, request.arrival, num_sequences)
         self._sent[request.request_id] = sent, request
         engine = self.engines[sent.replica]
         if not engine.has_unfinished_requests:

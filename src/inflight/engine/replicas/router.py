@@ -12,13 +12,14 @@ which is nearly as good as comparing all. "least-loaded" looks at requests alone
 
 import random
 from collections import OrderedDict
-from collections.abc import Hashable, Iterator
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 
+from inflight.contracts.block_hash import Root, block_hashes
 from inflight.engine.replicas.ttft_estimator import ReplicaLoad, TtftEstimator
 
 NUM_DRAWN = 2
+NO_ROOT = Root()
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +69,7 @@ class _Replica:
         self.load = ReplicaLoad()
         self.background = ReplicaLoad()
         self._num_blocks = num_blocks
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def load_before(self, in_background: bool) -> ReplicaLoad:
         """What a request has to wait for."""
@@ -81,11 +82,11 @@ class _Replica:
         """The load that a request is part of."""
         return self.background if sent.in_background else self.load
 
-    def num_cached(self, blocks: SequenceOf[int]) -> int:
+    def num_cached(self, blocks: SequenceOf[bytes]) -> int:
         """How many of a prompt's first blocks it probably has."""
         return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
-    def keep(self, blocks: SequenceOf[int]) -> None:
+    def keep(self, blocks: SequenceOf[bytes]) -> None:
         """It is about to have these. Like the cache, it forgets the last blocks of a sequence first."""
         for block in reversed(blocks):
             self._blocks[block] = None
@@ -112,7 +113,7 @@ class Router:
     def send(
         self,
         token_ids: SequenceOf[int],
-        kind: Hashable,
+        root: Root,
         available: SequenceOf[int],
         now: float,
         num_sequences: int = 1,
@@ -122,10 +123,10 @@ class Router:
         """Choose one of the available replicas for a prompt, and count the request there.
 
         Args:
-            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+            root: what else must be equal for two prompts to share a prefix.
         """
         is_alone = len(self._replicas) == 1
-        blocks = [] if is_alone or not self._size.num_blocks else list(self._blocks_of(token_ids, kind))
+        blocks = [] if is_alone else self._blocks_of(token_ids, root)
         number = self._chosen(len(token_ids), blocks, available, in_background)
         replica = self._replicas[number]
         num_owed = self._num_owed(replica, len(token_ids), blocks)
@@ -145,7 +146,7 @@ class Router:
             self._expectation.observe_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
-    def end(self, sent: RoutedRequest, now: float, token_ids: SequenceOf[int] = (), kind: Hashable = None) -> None:
+    def end(self, sent: RoutedRequest, now: float, token_ids: SequenceOf[int] = (), root: Root = NO_ROOT) -> None:
         """A request has ended.
 
         Args:
@@ -158,8 +159,8 @@ class Router:
             load.num_owed -= sent.num_owed
         elif not sent.in_background:
             self._expectation.observe_run(now - sent.time)
-        if self._size.num_blocks and len(self._replicas) > 1:
-            replica.keep(list(self._blocks_of(token_ids, kind)))
+        if len(self._replicas) > 1:
+            replica.keep(self._blocks_of(token_ids, root))
 
     def forget(self, number: int) -> None:
         """A replica was restarted: its cache is empty. (Requests that it had are still going to end.)"""
@@ -167,7 +168,12 @@ class Router:
         new.load, new.background = old.load, old.background
         self._replicas[number] = new
 
-    def _chosen(self, num_tokens: int, blocks: SequenceOf[int], available: SequenceOf[int], in_background: bool) -> int:
+    def _blocks_of(self, token_ids: SequenceOf[int], root: Root) -> list[bytes]:
+        return list(block_hashes(token_ids, self._size.block_size, root)) if self._size.num_blocks else []
+
+    def _chosen(
+        self, num_tokens: int, blocks: SequenceOf[bytes], available: SequenceOf[int], in_background: bool
+    ) -> int:
         self._turn += 1
         if len(available) == 1:
             return available[0]
@@ -189,13 +195,5 @@ class Router:
 
         return min(candidates, key=expected)
 
-    def _num_owed(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[int]) -> int:
+    def _num_owed(self, replica: _Replica, num_tokens: int, blocks: SequenceOf[bytes]) -> int:
         return max(1, num_tokens - replica.num_cached(blocks) * self._size.block_size)
-
-    def _blocks_of(self, token_ids: SequenceOf[int], kind: Hashable) -> Iterator[int]:
-        """A number for each full block, which stands for its tokens and all before it. (Equal numbers of different
-        blocks would only send a request to the wrong place.)"""
-        block_size, number = self._size.block_size, hash(kind)
-        for end in range(block_size, len(token_ids) + 1, block_size):
-            number = hash((number, *token_ids[end - block_size : end]))
-            yield number

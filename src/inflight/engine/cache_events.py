@@ -1,8 +1,8 @@
-"""`CacheEvents`: which blocks have come into one engine's prefix cache, and which have left it.
+"""`CacheEvents`: blocks added to and removed from one engine's prefix cache.
 
 A block is named by a number of 64 bits: a checksum (XXH3) of its tokens and of the number before it, where the first
-follows one of salt and adapter. It is the same in every process. Of a model with sliding windows only the blocks of a
-cache group that keeps all tokens are told of, if there is one: as long as these are there, most of a prefix is.
+follows one of salt and adapter. It is the same in every process. For a model with sliding windows, only a cache group
+that keeps all tokens is reported, if there is one: while its blocks exist, most of a prefix does.
 """
 
 from array import array
@@ -17,7 +17,7 @@ from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 
 @dataclass(slots=True)
 class Stored:
-    """Consecutive blocks that can be found now.
+    """Consecutive blocks that can now be found.
 
     Attributes:
         hashes: their numbers.
@@ -35,23 +35,23 @@ class Stored:
 
 @dataclass(slots=True)
 class Removed:
-    """Blocks that cannot be found any more."""
+    """Blocks that can no longer be found."""
 
     hashes: list[int]
 
 
 class CacheEvents:
-    """Watches a pool's prefix cache, and keeps what happens until it is taken."""
+    """Watches a pool's prefix cache, and queues its events."""
 
     def __init__(self, pool: BlockPool) -> None:
         groups = pool.layout.groups
         self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
-        self._hashes: dict[PrefixNode, int] = {}  # of the blocks that were told of
+        self._hashes: dict[PrefixNode, int] = {}  # of reported blocks
         self._events: list[Stored | Removed] = []
         pool.watch(self)
 
     def take(self) -> list[Stored | Removed]:
-        """What has happened since the last time, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

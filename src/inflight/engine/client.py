@@ -1,8 +1,8 @@
-"""`EngineClient`: how fronts reach the engines of one model. Starts them, restarts those that have died, gives each
-request to one of them, and puts new ones in their places. Knows no prompt and no text.
+"""`EngineClient`: the fronts' client of one model's engines. Starts, restarts and replaces them, and routes requests.
+Knows no prompt and no text.
 
-Replicas of one NUMA node are loaded one after another: what the first has found out and laid out, the others find. The
-first that is loaded takes all requests until others are.
+Replicas of one NUMA node load one after another: the first one's preparation and weights serve the others. The first
+loaded replica takes all requests until others are ready.
 """
 
 import atexit
@@ -34,7 +34,7 @@ _in_threads: "WeakSet[EngineClient]" = WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread in the middle of a step would crash the interpreter's end."""
+    """A thread inside a step would crash the interpreter at exit."""
     for client in list(_in_threads):
         client.close()
 
@@ -44,7 +44,7 @@ class Delivery:
 
     Attributes:
         session: that engine's.
-        mailbox: what comes back from it.
+        mailbox: receives its outputs.
     """
 
     def __init__(self, session: Session, mailbox: Mailbox, has_begun: Callable[[], None]) -> None:
@@ -53,27 +53,27 @@ class Delivery:
         self._has_begun: Callable[[], None] | None = has_begun
 
     def begin(self) -> None:
-        """Something has come back."""
+        """The first token has arrived."""
         if self._has_begun is not None:
             self._has_begun()
             self._has_begun = None
 
     def end_with(self, prompt: Sequence[int], outputs: Sequence[CompletionOutput]) -> None:
-        """What came of a prompt."""
+        """The outcome of a prompt."""
         self._result = prompt, outputs
 
     def token_ids(self) -> list[int]:
-        """Prompt and output, if it has ended: the next prompt may begin so."""
+        """Prompt and output, if it has ended: the next prompt may begin with them."""
         prompt, outputs = self._result
         return [*prompt, *outputs[0].token_ids] if outputs else []
 
 
 class EngineClient:
-    """Any thread may call its methods.
+    """The methods are thread-safe.
 
     Args:
-        connects: for each replica, what starts an engine for it.
-        after: for each replica, the one that must be loaded before it; None: it starts at once.
+        connects: for each replica, a function that starts its engine.
+        after: for each replica, the one that must load first; None: none.
         restart_delays, step_timeout: see `Supervisor`.
         routing: see `Router`.
         num_slots: how many sequences a replica runs at once.
@@ -100,7 +100,7 @@ class EngineClient:
         self._router: Router | None = None
         self._known: dict[int, Session] = {}  # to the router
         self._is_wanted = False
-        self._tried: set[int] = set()  # those whose first start has ended, well or not
+        self._tried: set[int] = set()  # those whose first start has succeeded or failed
         self._launches: Launches | None = None
 
     @classmethod
@@ -126,7 +126,7 @@ class EngineClient:
         step_timeout: float | None = None,
         routing: str = ROUTINGS[0],
     ) -> Self:
-        """`number` engines, each in a process and on cores of its own."""
+        """`number` engines, each in its own process, on its own cores."""
         launches = Launches(load, number)
         slots = load.config.max_num_seqs
         client = cls(launches.connects, launches.after, restart_delays, step_timeout, routing, slots)
@@ -135,22 +135,22 @@ class EngineClient:
 
     @property
     def num_replicas(self) -> int:
-        """How many engines there are, running or not."""
+        """Number of engines, running or not."""
         return len(self._supervisors)
 
     @property
     def num_crashes(self) -> int:
-        """How many engines have died."""
+        """Number of crashes."""
         return sum(each.num_crashes for each in self._supervisors)
 
     def num_crashes_of(self, number: int) -> int:
-        """How many engines of one replica have died."""
+        """Number of crashes of one replica."""
         return self._supervisors[number].num_crashes
 
     # ------------------------------------------------------------------------------------- engines
 
     def start(self) -> "Future[Session]":
-        """Start all engines that do not run. Returns the first that is loaded, as soon as it is.
+        """Start all engines that do not run. Returns the first one loaded, as soon as it is.
 
         Raises `EngineGivenUpError` if each has died too often in a row."""
         self._is_wanted = True
@@ -167,7 +167,7 @@ class EngineClient:
         return started[0] if len(started) == 1 else _first_result(started)
 
     def stop(self) -> list[Session]:
-        """Tell all engines to end, and return their sessions at once, to be joined."""
+        """Tell all engines to end; return their sessions at once, for joining."""
         self._is_wanted = False
         self._tried.clear()
         return [session for each in self._supervisors if (session := each.stop()) is not None]
@@ -178,14 +178,14 @@ class EngineClient:
             session.join()
 
     def sessions(self) -> dict[int, Session]:
-        """The engines that are loaded and running, by the numbers of their replicas."""
+        """The loaded, running engines, by replica."""
         running = ((number, each.running) for number, each in enumerate(self._supervisors))
         return {number: session for number, session in running if session is not None}
 
     def replace(self) -> "Iterator[Future[Session | None]]":
-        """Put a new engine in the place of each, one after another: each of these futures is done when the new one is
-        loaded and gets the requests, with the old one, which ends when its last request has; take the next one then.
-        If a new one cannot be loaded, the future has its error, and the old one stays."""
+        """Replace the engines one after another. Each future resolves to the old engine once the new one is loaded and
+        takes the requests; the old one ends with its last request, and then the caller takes the next future. If
+        loading fails, the future has the error, and the old engine stays."""
         if self._launches is not None:
             self._launches.forget_weights()
         return (each.replace() for each in self._supervisors)
@@ -200,15 +200,15 @@ class EngineClient:
         self._tried.add(number)
         for follower, after in enumerate(self._after):
             if after == number and self._is_wanted:
-                with suppress(EngineGivenUpError):  # which the next call will tell
+                with suppress(EngineGivenUpError):  # which the next call reports
                     self._start(follower)
 
     def open_adapter(self, source: str) -> "list[Future[object]]":
-        """Let all engines read an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
+        """Let all engines load an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
         return [each.ask(lambda address: OpenAdapter(address, source)) for each in self.sessions().values()]
 
     def close_adapter(self, source: str) -> None:
-        """Let all engines forget an adapter; requests that have it keep it."""
+        """Let all engines unload an adapter; running requests keep it."""
         for session in self.sessions().values():
             session.send(CloseAdapter(source))
 
@@ -224,10 +224,10 @@ class EngineClient:
         *,
         in_background: bool = False,
     ) -> Iterator[Delivery]:
-        """Choose an engine for a request, which runs there until the block ends. Raises `EngineDeadError`.
+        """Choose an engine for a request, which counts there until the block ends. Raises `EngineDeadError`.
 
         Args:
-            kind: what else must be equal for two prompts to share a prefix: salt and adapter.
+            kind: salt and adapter, which must be equal for two prompts to share a prefix.
         """
         available = self.sessions()
         failure = EngineDeadError("no engine is running")
@@ -269,7 +269,7 @@ class EngineClient:
             router.begin(sent, time.monotonic())
 
     def _router_of(self, sessions: dict[int, Session]) -> Router:
-        """The router; it learns which engines are new."""
+        """The router, told of new engines."""
         if self._router is None:
             info = next(iter(sessions.values())).ready.model_info
             num_blocks = info.num_blocks // len(info.cache_groups) if info.can_share_prefixes else 0
@@ -283,7 +283,7 @@ class EngineClient:
 
 
 def _first_result(futures: "Sequence[Future[Session]]") -> "Future[Session]":
-    """The first result of several; an error only if all have failed."""
+    """The first successful result; an error only if all fail."""
     for future in futures:
         if future.done() and future.exception() is None:
             return future

@@ -1,4 +1,4 @@
-"""The store of an engine's prefixes: where its files lie, and whose they are."""
+"""Opens an engine's prefix store: its folder and fingerprint."""
 
 from array import array
 from collections.abc import Sequence
@@ -12,14 +12,14 @@ from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore
 
 SECONDS_TO_SAVE = 30.0
-"""How long blocks may be saved once an engine is not needed any more."""
+"""Seconds that an engine may spend saving blocks at its end."""
 
 
 def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore | None:
-    """The store that a configuration asks for, if it does.
+    """Open the configured store, if there is one.
 
     Raises:
-        ModelError: there can be none: the folder cannot be used, or the model keeps no blocks on a CPU.
+        ModelError: the folder cannot be used, or the model keeps no blocks on a CPU.
     """
     if config.prefix_cache_dir is None:
         return None
@@ -35,8 +35,8 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
 def pin_prefix(
     store: PrefixStore, info: ModelInfo, token_ids: Sequence[int], cache_salt: str | None, adapter: str | None
 ) -> None:
-    """Let what is saved of a prompt stay. Raises `ValueError` if that is too much, `OSError` if it is impossible or
-    not all of it is saved."""
+    """Pin the saved blocks of a prompt. Raises `ValueError` if that is too much, `OSError` on failure or if not all of
+    it is saved."""
     size, tokens = info.block_size, array("i", token_ids)
     blocks = [tokens[end - size : end].tobytes() for end in range(size, len(tokens) + 1, size)]
     firsts = [group.first_visible(len(blocks) * size) // size for group in info.cache_groups]
@@ -44,7 +44,7 @@ def pin_prefix(
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:
-    """What a person may want to know of an engine whose blocks lie there."""
+    """A description, for people, of the engine that wrote the blocks."""
     info = runner.info
     return {
         "model": str(runner.model.config.name_or_path or info.model_class),

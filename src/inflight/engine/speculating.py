@@ -1,4 +1,4 @@
-"""Whether and how an engine speculates."""
+"""Sets up an engine's speculation."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -20,10 +20,10 @@ from inflight.text.tokenizer_files import load_tokenizer
 def speculation_of(
     config: EngineConfig, grammars: Callable[[], Grammars | None], proposer: DraftModelProposer | None
 ) -> Speculation:
-    """What draft tokens, as the configuration asks for it.
+    """The configured `Speculation`.
 
     Args:
-        grammars: gives the grammars of the engine's sequences, once there are any.
+        grammars: returns the grammars of the engine's sequences, once there are any.
         proposer: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation in ("auto", "lookup") else None
@@ -32,7 +32,7 @@ def speculation_of(
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
-    """What draft tokens, in words; or "off", and why although it is asked for."""
+    """The drafters, in words; or "off", and why if speculation was requested."""
     if config.speculation == "off":
         return "off"
     if (reason := Features.from_info(info).why_not(SPECULATION)) is not None:
@@ -46,7 +46,7 @@ def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:
 
 
 def check_draft(config: EngineConfig) -> None:
-    """Raise `ModelError` if there is no draft model of the given name: before anything that takes long."""
+    """Raise `ModelError` if there is no draft model of the given name, before anything slow."""
     if config.draft_model not in (None, MTP):
         try:
             check_source(config.draft_model, replace(config, revision=None))
@@ -55,7 +55,7 @@ def check_draft(config: EngineConfig) -> None:
 
 
 def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | None) -> DraftModelProposer | None:
-    """The draft model that the configuration asks for, if it asks for one.
+    """Load the configured draft model, if there is one.
 
     Args:
         model: the target model; it has not run yet.
@@ -110,7 +110,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:
-    """Raise `ModelError` if tokens of the draft model mean something else. Without tokenizers that is not known."""
+    """Raise `ModelError` if the draft model's token ids differ. Without tokenizers nothing is checked."""
     if tokenizer is None or of_draft is None:
         return
     token_ids, other_ids = tokenizer.inner.get_vocab(), of_draft.inner.get_vocab()

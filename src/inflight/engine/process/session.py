@@ -1,7 +1,6 @@
-"""`Session`: one engine from its start to its end, and the mailboxes of all who wait for it.
-
-A thread listens to the engine. For each event loop it makes one call with everything that a step gave the loop's
-readers, so that a step wakes a loop once. A slow reader finds more in its mailbox, and holds up no other.
+"""`Session`: one engine from start to end, and the mailboxes of its readers. A thread listens to the engine. It makes
+one call per event loop with all of a step's outputs for the loop's readers, so a step wakes a loop once. A slow reader
+finds more in its mailbox, and delays no other.
 """
 
 import asyncio
@@ -41,7 +40,7 @@ _WATCHDOG = "watchdog"
 
 
 class Mailbox:
-    """What has come for one request and was not read yet. Belongs to the event loop that it was made in.
+    """Unread outputs of one request. Belongs to the event loop that it was made in.
 
     Attributes:
         address: the `request_id` to use in commands.
@@ -56,7 +55,7 @@ class Mailbox:
         self._has_mail = asyncio.Event()
 
     async def read(self) -> list[Any]:
-        """Wait until something has come, and take all of it. Raises the error that has come, if one has."""
+        """Wait for outputs and take all of them. Raises the error if the request failed."""
         await self._has_mail.wait()
         self._has_mail.clear()
         mail, self._mail = self._mail, []
@@ -65,14 +64,14 @@ class Mailbox:
         return mail
 
     def put(self, item: object) -> None:
-        """Add an item. Call this in the mailbox's own loop."""
+        """Add an item. Call it in the mailbox's own loop."""
         self._mail.append(item)
         self._has_mail.set()
 
 
 class DirectMailbox(Mailbox):
-    """One that belongs to no event loop: a function gets what comes, in the thread that listens to the engine. Several
-    may have the same function, which then gets all that a step gave them at once.
+    """A mailbox without an event loop: calls a function with outputs, in the thread that listens to the engine.
+    Mailboxes with the same function share one call per step.
 
     Args:
         take: that function.
@@ -84,7 +83,7 @@ class DirectMailbox(Mailbox):
 
 
 Mail: TypeAlias = list[tuple[Mailbox, Any]]
-"""What came for whom."""
+"""Outputs with their mailboxes."""
 
 
 class Session:
@@ -93,13 +92,13 @@ class Session:
     Args:
         connect: starts the engine.
         delay: seconds to wait before that.
-        on_end: called in a thread at the end, with the error that all waiting readers are about to get.
+        on_end: called in a thread at the end, with the error that all waiting readers will get.
         step_timeout: see `Watchdog`; None: the engine is not watched.
         name: of the engine, for logs and errors.
 
     Attributes:
-        started: done when the engine is loaded (with this session), or could not be loaded (with its error).
-        ready: what the engine said when it was loaded.
+        started: resolves to this session once the engine is loaded, or to the error of loading.
+        ready: the engine's `Ready` event.
         has_served: whether a request has run to its end.
         is_stopped: whether the engine was told to end.
     """
@@ -116,7 +115,7 @@ class Session:
     ) -> None:
         self._name = name
         self.started: Future[Session] = Future()
-        self.started.set_running_or_notify_cancel()  # many may wait, and one that gives up must not cancel it for all
+        self.started.set_running_or_notify_cancel()  # one waiter that gives up must not cancel it for all
         self.has_served = False
         self._connect, self._delay, self._on_end = connect, delay, on_end
         self._step_timeout = step_timeout
@@ -142,10 +141,10 @@ class Session:
 
     @contextmanager
     def mailbox(self, make: Callable[[str], Mailbox] = Mailbox) -> Iterator[Mailbox]:
-        """A new mailbox, until the block ends. Raises `EngineDeadError` if the engine has died or is retired.
+        """Open a mailbox until the block ends. Raises `EngineDeadError` if the engine has died or is retired.
 
         Args:
-            make: makes it of its address.
+            make: makes the mailbox from its address.
         """
         with self._lock:
             if self._error is not None:
@@ -160,16 +159,16 @@ class Session:
             self._close(mailbox.address)
 
     def retire(self) -> None:
-        """Take no more requests, and end the engine with the last that it has."""
+        """Refuse new requests, and end the engine with its last one."""
         with self._lock:
             self._is_retired = True
         self._stop_if_done()
 
     def ask(self, command: Callable[[str], Command]) -> "Future[Any]":
-        """Send a command that is answered. Done with the answer, or with the error of a refusal.
+        """Send a command with an answer. The future gets the answer, or the error of a refusal.
 
         Args:
-            command: makes it of the address to answer to.
+            command: makes the command from the address to answer to.
 
         Raises:
             EngineDeadError: the engine has died or is retired.
@@ -192,16 +191,16 @@ class Session:
 
     @property
     def connection(self) -> Connection | None:
-        """What carries messages to the engine and back, once it is being started."""
+        """The engine's connection, once it is starting."""
         return self._connection
 
     def send(self, command: Command) -> None:
-        """Queue a command for the engine; do nothing if it has died."""
+        """Queue a command; does nothing if the engine has died."""
         assert self._connection is not None
         self._connection.send(command)
 
     def stop(self) -> None:
-        """Tell the engine to end, whatever it is doing, and return at once."""
+        """Tell the engine to end, and return at once."""
         self._stopping.set()
         self._end_watch()
         if self._connection is not None:
@@ -217,7 +216,7 @@ class Session:
     def _run(self) -> None:
         try:
             error = self._listen()
-        except BaseException as failure:  # no process could be started, or understood; or its thread was left
+        except BaseException as failure:  # the process did not start or sent garbage; or its thread was abandoned
             error = EngineDeadError(f"{self._name} could not be started or understood: {failure!r}")
             if self._connection is not None:
                 self._connection.kill()
@@ -231,7 +230,7 @@ class Session:
             self.started.set_exception(error)
 
     def _listen(self) -> Exception:
-        """Start the engine and take in its events until it ends. Returns why it ended."""
+        """Start the engine and dispatch its events until it ends. Returns why it ended."""
         stopped = EngineDeadError(f"{self._name} was stopped")
         if self._stopping.wait(self._delay):
             return stopped
@@ -293,7 +292,7 @@ class Session:
             self._watchdog.stop()
 
     def _post(self, messages: Iterable[tuple[str, object]]) -> None:
-        """Put messages into the mailboxes with their addresses, and skip mailboxes that were closed."""
+        """Deliver messages by address, skipping closed mailboxes."""
         of_loop: dict[asyncio.AbstractEventLoop, Mail] = {}
         of_function: dict[Callable[[Mail], None], Mail] = {}
         for address, message in messages:
@@ -307,7 +306,7 @@ class Session:
         for loop, mail in of_loop.items():
             try:
                 loop.call_soon_threadsafe(_put_all, mail)
-            except RuntimeError:  # the loop was closed, and with it all of its readers
+            except RuntimeError:  # the loop was closed, with all its readers
                 for address in {mailbox.address for mailbox, _ in mail}:  # one may have several messages
                     self.send(Abort(address))
                     self._close(address)
@@ -330,7 +329,7 @@ def _put_all(mail: Mail) -> None:
 
 
 def _described(ready: Ready) -> str:
-    """What an operator wants to know about an engine that was started."""
+    """Log the engine's settings for operators."""
     info = ready.model_info
     num_tokens = info.num_blocks * info.block_size // len(info.cache_groups)
     options = [

@@ -1,4 +1,4 @@
-"""`Supervisor`: decides when an engine that has died is started again, and when it is given up. Knows no request."""
+"""`Supervisor`: restarts an engine after a crash, and gives it up after too many. Knows no request."""
 
 import logging
 import threading
@@ -13,21 +13,21 @@ from inflight.engine.process.session import Session
 logger = logging.getLogger("inflight.engine")
 
 RESTART_DELAYS = (0.5, 1.0)
-"""Seconds between a crash and the next start, for each crash in a row. After one more crash the engine is given up."""
+"""Seconds before each restart, by crashes in a row. After one more crash the engine is given up."""
 
 
 class Supervisor:
-    """Keeps one engine running, which starts when it is first asked for.
+    """Keeps one engine running, started on first use.
 
     Args:
         connect: starts an engine.
         step_timeout: seconds of silence after which an engine is killed (see `Watchdog`); None: never.
-        restart_delays: seconds between a crash and the next start, for each crash in a row that is tolerated. Once a
-            request has run to its end, counting begins again.
+        restart_delays: seconds before each restart, for each tolerated crash in a row. A finished request resets the
+            count.
         name: of the engine, for logs and errors.
 
     Attributes:
-        num_crashes: how many engines have died.
+        num_crashes: number of crashes.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Supervisor:
         self._last_crash: tuple[float, Exception] = (0.0, EngineDeadError())
 
     def start(self) -> "Future[Session]":
-        """The engine that runs, or that is being started, or that starts now.
+        """The running or starting engine; starts one if there is none.
 
         Raises `EngineGivenUpError` if it has died too often in a row."""
         with self._lock:
@@ -61,13 +61,13 @@ class Supervisor:
 
     @property
     def running(self) -> Session | None:
-        """The engine, if it is loaded and takes requests."""
+        """The engine, if loaded and not retired."""
         session = self._session
         return session if session is not None and session.is_ready else None
 
     def replace(self) -> "Future[Session | None]":
-        """Start another engine. Once it is loaded, it has the place of the one that runs, which then ends with its last
-        request: then this returns that one. If the new one cannot be loaded, this raises why, and the old one stays."""
+        """Start a replacement. Once it is loaded it takes the requests, the old engine ends with its last one, and this
+        returns the old one. If loading fails, this raises the error, and the old engine stays."""
         replaced: Future[Session | None] = Future()
         replaced.set_running_or_notify_cancel()
         with self._lock:
@@ -91,7 +91,7 @@ class Supervisor:
         return replaced
 
     def stop(self) -> Session | None:
-        """Tell the engine to end, and return its session at once, to be joined. The next start counts as the first."""
+        """Tell the engine to end, and return its session at once, for joining. Resets the crash count."""
         with self._lock:
             session, self._session = self._session, None
             self._num_in_a_row = 0
@@ -126,7 +126,7 @@ class Supervisor:
 
     def _log_crash(self, error: Exception) -> None:
         if self._num_in_a_row > len(self._restart_delays):
-            logger.error("%s: %d times in a row, so it is given up", error, self._num_in_a_row)
+            logger.error("%s: %d times in a row; giving up", error, self._num_in_a_row)
         else:
             delay = self._restart_delays[self._num_in_a_row - 1]
             logger.error("%s; it can be started again in %g s", error, delay)

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts.block_hash import Root, block_hash
-from inflight.contracts.block_store import BlockContent, BlockLoading
+from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
+from inflight.prefix_store.prefix_store import BlockLoading
 
 NUM_BLOCKS, SIZE = 8, 1000
 LONG = 60.0

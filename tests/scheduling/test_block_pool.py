@@ -104,7 +104,7 @@ def test_freeing_a_block_twice_raises() -> None:
     table = grown(pool, 1)
     copy = tuple(each[:] for each in table)
     pool.release(table)
-    with pytest.raises(RuntimeError, match="block 0 was given back more often than it was taken"):
+    with pytest.raises(RuntimeError, match="block 0 was freed more often than it was taken"):
         pool.release(copy)
     assert pool.num_available == 2
 

@@ -68,5 +68,5 @@ def test_a_server_whose_engine_is_given_up_ends_with_an_error(
     assert "context 1024 tokens; cache 3200 tokens" in ready
     assert died == "the engine was killed by SIGKILL; it can be started again in 0 s"
     assert "no process can be started" in given_up
-    assert given_up.endswith("2 times in a row, so it is given up")
+    assert given_up.endswith("2 times in a row; giving up")
     assert any(each.startswith("this server ends: the engine has died 2 times") for each in said["inflight.server"])

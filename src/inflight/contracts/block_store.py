@@ -1,12 +1,11 @@
-"""`BlockStore`: what the scheduler asks of a place outside of the cache where blocks are kept. Plain data and one
-protocol."""
+"""`BlockStore`: the scheduler's view of a store that keeps blocks outside the cache. Plain data and protocols."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
 class BlockContent(NamedTuple):
-    """What a block holds: by this it is found, and checked, wherever it is kept.
+    """The content of a block. A store finds it by this, and checks it.
 
     Attributes:
         block_hash: its own; see `contracts.block_hash`.
@@ -25,8 +24,8 @@ class Loading(Protocol):
     """Blocks on their way into the cache.
 
     Attributes:
-        is_done: whether no more of them will come.
-        num_loaded: how many of the first ones are there.
+        is_done: whether no more blocks will come.
+        num_loaded: how many blocks, from the first, are loaded.
     """
 
     @property
@@ -37,19 +36,19 @@ class Loading(Protocol):
 
 
 class BlockStore(Protocol):
-    """Keeps blocks outside of the cache. All methods return at once, except those that say that they wait."""
+    """Keeps blocks outside the cache. Methods return at once unless they say that they wait."""
 
     def has(self, block_hash: bytes, group: int) -> bool:
         """Whether a block may be here. Only loading it shows."""
         ...
 
     def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether `num_blocks` are loaded in less time than `num_tokens` are computed."""
+        """Whether loading `num_blocks` takes less time than computing `num_tokens`."""
         ...
 
     def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> Loading:
-        """Begin to read contents into blocks of the cache, in this order, up to the first that cannot be had. Nobody
-        else may read or write these blocks until that is done."""
+        """Start loading contents into blocks of the cache, in order, up to the first that fails. Until it is done,
+        nothing else may read or write these blocks."""
         ...
 
     def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
@@ -61,5 +60,5 @@ class BlockStore(Protocol):
         ...
 
     def wait(self, seconds: float) -> None:
-        """Wait until some loading is done, at most so long."""
+        """Wait until one load is done, at most this many seconds."""
         ...

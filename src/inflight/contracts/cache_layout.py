@@ -1,4 +1,5 @@
-"""`CacheGroup`: layers that keep the same tokens; `CacheLayout`: how many blocks a sequence takes. Plain data."""
+"""`CacheGroup`: layers that keep the same tokens; `CacheLayout`: the number of blocks that a sequence takes. Plain
+data."""
 
 from bisect import bisect_right
 from collections.abc import Sequence
@@ -43,7 +44,7 @@ ALL_TOKENS = CacheGroup()
 
 @dataclass(frozen=True, slots=True)
 class CacheLayout:
-    """How sequences lie in the cache: each in every cache group, in blocks that any group may have.
+    """The cache's layout: every sequence has a block table in each cache group, and any group may take any block.
 
     Attributes:
         block_size: tokens in a block.

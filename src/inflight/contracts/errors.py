@@ -1,8 +1,7 @@
 """The errors that inflight raises for its callers to read.
 
-All but the last four are `ValueError`s: the caller gave something wrong, and one sentence says what, with its value,
-and what would be accepted. A fault inside a running step is not raised but reported on its requests
-(`finish_reason="error"`).
+All but the last four are `ValueError`s: one sentence names the wrong value and what would be accepted. A fault inside a
+running step is not raised; its requests end with `finish_reason="error"`.
 """
 
 
@@ -11,15 +10,15 @@ class InvalidRequestError(ValueError):
 
 
 class AdapterError(InvalidRequestError):
-    """There is no such adapter, or it cannot be used with the model; the message says why."""
+    """The adapter is unknown, or does not fit the model; the message says why."""
 
 
 class QueueFullError(ValueError):
-    """Too many requests wait already. Nothing was queued; the same request may be accepted later."""
+    """The waiting queue is full. Nothing was queued; the same request may be accepted later."""
 
 
 class UnknownOptionError(ValueError, TypeError):
-    """There is no option of this name. (A `TypeError`, too, as Python itself would raise.)"""
+    """Unknown option. (Also a `TypeError`, as Python itself would raise.)"""
 
 
 class ModelError(ValueError):
@@ -31,9 +30,8 @@ class EngineDeadError(RuntimeError):
 
 
 class EngineGivenUpError(EngineDeadError):
-    """The engine has died too often in a row. It is not started again before `stop()` has been called."""
+    """The engine has died too often in a row. It stays stopped until `stop()` is called."""
 
 
 class RankLostError(RuntimeError):
-    """A process that runs a part of the model has ended; the message says which, and how. The engine that it belongs to
-    is of no use any more."""
+    """A rank's process has ended; the message says which, and how. Its engine cannot run another step."""

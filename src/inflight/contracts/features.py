@@ -1,7 +1,7 @@
-"""`Features`: which options go together, and with which models. Every refusal of a combination is a row of `REFUSALS`,
-and the table in the documents is made of it.
+"""`Features`: which options work together, and with which models. Every refusal of a combination is a row of
+`REFUSALS`, from which the documents' table is generated.
 
-A refusal stands here only while it has a reason; the row goes when the reason does.
+A row is removed when its reason is.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,19 +17,19 @@ if TYPE_CHECKING:
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
 QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"
 OTHER_EXECUTORS, GPU, INSPECTION = "an executor other than packed", "a GPU", "a look into attention and cache"
-"""Features by the option that asks for them; the last three have none of their own."""
+"""Features, by the option that asks for each; the last three have no option."""
 
 
 @dataclass(frozen=True, slots=True)
 class Features:
-    """How a model runs, as far as features depend on it. What is not known yet refuses nothing.
+    """The properties of a model that features depend on. Unknown ones refuse nothing.
 
     Attributes:
         executor: "packed", "rows" or "sequential".
         device: the kind of its device, such as "cpu".
         num_ranks: how many processes run it together.
         pools: whether it pools texts instead of generating.
-        runs_whole_texts: whether these texts cannot go on from what is cached.
+        runs_whole_texts: whether these texts cannot continue from cached blocks.
         is_batch_invariant: whether its bits are the same in any batch.
         keeps_all_tokens: whether some of its attention sees all of a sequence.
     """
@@ -44,7 +44,7 @@ class Features:
 
     @classmethod
     def from_info(cls, info: "ModelInfo") -> "Features":
-        """Those of a model that was prepared."""
+        """Features of a prepared model."""
         return cls(
             info.executor,
             info.device.partition(":")[0],
@@ -56,18 +56,18 @@ class Features:
         )
 
     def why_not(self, feature: str) -> str | None:
-        """Why there is no such feature; None: there is."""
+        """Return why a feature is missing; None if the model has it."""
         found = (each for each in REFUSALS if feature in each.features and each.applies(self))
         refusal = next(found, None)
         return None if refusal is None else f"{feature} is not supported with {refusal.model}: {refusal.reason}"
 
     def require(self, feature: str) -> None:
-        """Raise `ModelError` unless there is a feature."""
+        """Raise `ModelError` if a feature is missing."""
         if (reason := self.why_not(feature)) is not None:
             raise ModelError(reason)
 
     def require_all(self, features: Mapping[str, bool]) -> None:
-        """Raise `ModelError` unless there is every feature that is asked for."""
+        """Raise `ModelError` if any requested feature is missing."""
         for feature, is_asked in features.items():
             if is_asked:
                 self.require(feature)
@@ -80,7 +80,7 @@ class Refusal(NamedTuple):
         features: what is refused.
         model: which models, in words.
         applies: whether a model is one of them.
-        reason: why this must be so.
+        reason: why.
     """
 
     features: tuple[str, ...]

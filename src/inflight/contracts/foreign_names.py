@@ -1,4 +1,4 @@
-"""What options of other engines are called here. A name in braces is one of ours."""
+"""Other engines' options and their names here. A name in braces is one of ours."""
 
 from collections.abc import Callable
 
@@ -87,7 +87,7 @@ FOREIGN_NAMES = {
 
 
 class _Spelled(dict[str, str]):
-    """Every name, as a caller spells it."""
+    """Maps each name to itself, as a caller spells it."""
 
     def __init__(self, spell: Callable[[str], str]) -> None:
         self._spell = spell
@@ -97,7 +97,7 @@ class _Spelled(dict[str, str]):
 
 
 def hint(name: str, spell: Callable[[str], str] = str) -> str | None:
-    """What an option that another engine calls `name` is here; None if it is not known.
+    """Return our counterpart of another engine's option `name`; None if it is unknown.
 
     Args:
         spell: how the caller writes one of our options.

@@ -1,5 +1,4 @@
-"""`LiveState`: what an engine is doing at this moment, and what it did since the last look. Plain data for what
-watches it."""
+"""`LiveState`: a snapshot of an engine, and its work since the last snapshot. Plain data for watchers."""
 
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -8,13 +7,13 @@ from inflight.contracts.record import EngineStats, StepRecord
 
 
 class LiveSequence(NamedTuple):
-    """A sequence that has not ended.
+    """An unfinished sequence.
 
     Attributes:
         slot: None: it waits.
         num_tokens: its prompt and what it has generated.
         num_computed_tokens: how many of these are in the cache.
-        num_cached_tokens: prompt tokens that did not have to be computed.
+        num_cached_tokens: prompt tokens that came from the cache.
         num_blocks: blocks of the cache in each of its tables.
     """
 
@@ -33,12 +32,12 @@ class LiveSequence(NamedTuple):
 
 
 class LaneWork(NamedTuple):
-    """The tokens that one sequence had computed in a slot since the last look.
+    """Tokens of one sequence computed in a slot since the last snapshot.
 
     Attributes:
         num_prefilled: of its prompt, or computed again after a preemption.
         num_decoded: generated tokens that were computed one by one.
-        num_accepted, num_rejected: draft tokens that were right and wrong.
+        num_accepted, num_rejected: draft tokens.
     """
 
     slot: int
@@ -52,16 +51,16 @@ class LaneWork(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class LiveState:
-    """One look at an engine.
+    """One snapshot of an engine.
 
     Attributes:
         time: when it was taken, in seconds of `time.monotonic()`.
         stats: totals since the engine's start.
         running, waiting: sequences with a slot; and the first of those without one, in the order of service.
-        work: what was computed in each slot since the look before.
-        num_steps, busy_seconds: how many steps there were since then, and how long they took together.
+        work: what was computed in each slot since the last snapshot.
+        num_steps, busy_seconds: number of steps since then, and their total time.
         steps: the last of them, without arrivals.
-        num_preempted: sequences that had to give everything back since then.
+        num_preempted: sequences preempted since then.
         blocks: a byte for each block of the cache: 0 is free, 1 is cached, 2 is in one table, 3 in two, and so on up to
             255; None: not looked at this time.
         resident_bytes: memory of the engine's process; 0: unknown.
@@ -80,7 +79,7 @@ class LiveState:
     resident_bytes: int = 0
 
     def renamed(self, names: dict[str, str]) -> "LiveState":
-        """The same with other names for requests; those that have none keep theirs."""
+        """Return a copy with requests renamed; those without a new name keep theirs."""
 
         def named(request_id: str) -> str:
             return names.get(request_id, request_id)

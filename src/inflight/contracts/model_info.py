@@ -1,4 +1,4 @@
-"""`ModelInfo`: what was found out about a model at load, and how it is run. Plain data."""
+"""`ModelInfo`: facts about a model found at load, and how it runs. Plain data."""
 
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ class StoredWeights:
 
     Attributes:
         kind: a dtype, or the name of a format's type, such as "Q4_K".
-        number: how many there are; layers that run as one count as one.
+        number: number of weights; fused layers count as one.
         num_bytes: of all of them.
     """
 
@@ -24,12 +24,12 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What preparation found out about a model, and what was decided from it.
+    """What preparation found out about a model, and its decisions.
 
     Attributes:
-        checkpoint_dtype, dtype: what the checkpoint (or the loaded model) is in, and what it runs in.
+        checkpoint_dtype, dtype: of the checkpoint (or loaded model), and of the running model.
         executor: how the model is run: "packed", "rows" or "sequential", proved exact.
-        proved_on: what the proof was done on: the model itself, or a small float32 copy of its class.
+        proved_on: the model itself, or a proxy: a small float32 copy of its class.
         quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None
             where attention is the model's own.
@@ -38,24 +38,24 @@ class ModelInfo:
         is_batch_invariant: whether a sequence's logits were the same bits alone, in a batch and in chunks.
         max_model_len: the most tokens that a sequence can have.
         recompute_beyond: a sequence that grows past this length is recomputed (LongRoPE); None: no such length.
-        can_share_prefixes: whether a sequence can go on from what another one has computed (prefix cache, forks).
+        can_share_prefixes: whether a sequence can reuse another's blocks (prefix cache, forks).
         cache_groups: which tokens of a sequence each group of layers keeps.
         max_cached_len: the longest sequence that the cache has room for.
         kv_bytes_per_token: cache memory of one token in all layers.
-        kv_bytes_per_lasting_token: cache memory of one token that has left all windows.
+        kv_bytes_per_lasting_token: cache memory of one token outside all windows.
         eos_token_ids: tokens that end a sequence.
         eos_named_by: what names each of them: "configuration", "tokenizer", "chat template", a key of a GGUF file, or
             several of these.
-        notes: what is limited or not honoured, and why.
+        notes: limits and ignored settings, with reasons.
         arithmetic: how weights of a few bits are multiplied: "fast" or "exact"; None: there are none.
-        weights: what the weights are stored in, the largest share first.
+        weights: storage formats of the weights, the largest share first.
         is_recorded: whether the forward pass was recorded, and runs without Python.
         num_threads: how many threads compute a step, in each rank.
         num_ranks: how many processes run the model together (`tensor_parallel_size`).
-        kernels: whose C++ kernels run: "native" for those that were built for this CPU, the kind of CPU that the
-            package's own were built for ("avx2", "amx", …), or None: torch's.
+        kernels: which C++ kernels run: "native", built for this CPU; the target of the wheel's ("avx2", "amx", …); or
+            None: torch's.
         speculation: the drafters; or "off", and why, if speculation was asked for.
-        pooling: what it makes of whole texts; None: it generates.
+        pooling: how it pools; None: it generates.
     """
 
     model_class: str
@@ -121,6 +121,6 @@ class ModelInfo:
 
 
 def refusal_to_generate(info: ModelInfo) -> InvalidRequestError:
-    """What a model that pools answers if it is asked to generate."""
+    """The refusal of generation by a pooling model."""
     assert info.pooling is not None
     return InvalidRequestError(f"{info.model_class} was loaded to {info.pooling.task}; it does not generate text")

@@ -1,4 +1,4 @@
-"""What callers get back, under vLLM's names. Plain data."""
+"""Outputs for callers, under vLLM's names. Plain data."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -12,14 +12,13 @@ FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 
 @dataclass(slots=True)
 class RequestMetrics:
-    """When a request arrived, started and ended. Times are seconds of `time.monotonic()`; None: not yet.
+    """A request's times and counts. Times are seconds of `time.monotonic()`; None: not yet.
 
     Attributes:
-        num_cached_tokens: prompt tokens of its first sequence that were found in the prefix cache instead of being
-            computed. What the other `n - 1` sequences share with the first is not counted.
-        num_preemptions: how often one of its sequences had to give its blocks back and start over.
-        num_draft_tokens, num_accepted_tokens: how many draft tokens were verified, and how many of
-            these were the right ones.
+        num_cached_tokens: prompt tokens of its first sequence found in the prefix cache. Tokens that the other `n - 1`
+            sequences share with it are not counted.
+        num_preemptions: how often one of its sequences was preempted.
+        num_draft_tokens, num_accepted_tokens: draft tokens verified, and accepted.
     """
 
     arrival_time: float
@@ -34,13 +33,13 @@ class RequestMetrics:
 
 
 class Logprob(NamedTuple):
-    """How likely the model found one token at one position.
+    """The log-probability of one token at one position.
 
-    A named tuple, because an answer may have a hundred thousand: the garbage collector does not look at them.
+    A named tuple, which the garbage collector does not track: an answer may have a hundred thousand.
 
     Attributes:
         logprob: natural logarithm of its probability, as the model gave it (before temperature, penalties, filters).
-        rank: its place among all tokens, from 1; equally likely tokens may share a rank.
+        rank: rank among all tokens, from 1; equally likely tokens may share one.
         decoded_token: its text by itself; None when there is no tokenizer.
     """
 
@@ -50,7 +49,7 @@ class Logprob(NamedTuple):
 
 
 TokenLogprobs: TypeAlias = dict[int, Logprob]
-"""The log-probabilities at one position, by token id: first the token that is there, then the likeliest ones."""
+"""The log-probabilities at one position, by token id: first the actual token, then the likeliest ones."""
 
 
 @dataclass(slots=True)

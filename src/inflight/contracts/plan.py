@@ -1,9 +1,8 @@
-"""`StepPlan`: everything that passes from scheduling to execution for one step, as plain data; `StepTokens`: the
-answer.
+"""`StepPlan`: all that scheduling passes to execution for one step, as plain data; `StepTokens`: the result.
 
-A plan needs neither the scheduler that made it nor a request: plans that were recorded, or sent to another process,
-give the same tokens there, if that runner gets all of them, from the first one on. Only the masks of structured output
-are not part of it: a grammar computes them while the model runs.
+A plan is self-contained: recorded plans, or plans sent to another process, give the same tokens there if that runner
+gets all of them from the first. Only token masks of structured output are not included: a grammar computes them while
+the model runs.
 """
 
 from array import array
@@ -18,7 +17,7 @@ from inflight.contracts.pooling import PooledText, Values
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
 NO_BLOCK = -1
-"""In a block table: the keys and values of these tokens are not kept, because no later query can see them."""
+"""In a block table: these tokens' keys and values are dropped, because no later query can see them."""
 
 BadWords: TypeAlias = Mapping[tuple[int, ...], Sequence[int]]
 """Texts that are never generated, by all but their last token: the tokens that never follow those."""
@@ -26,17 +25,17 @@ BadWords: TypeAlias = Mapping[tuple[int, ...], Sequence[int]]
 
 @dataclass(frozen=True, slots=True)
 class SlotAssignment:
-    """A sequence has moved into a slot: all that choosing its tokens depends on.
+    """A sequence takes a slot: everything that sampling its tokens depends on.
 
     Attributes:
-        index: which of its request's `n` sequences it is; part of its random stream.
+        index: index among its request's `n` sequences; part of its random stream.
         token_ids: the sequence so far, prompt first.
         prompt_len: how many of them are the prompt.
         seed: of its request's random stream.
         stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
         bad_words: texts that its output never contains.
-        adapter: the digest of the adapter that its rows have; None: they have none.
-        text: what is pooled; None: tokens are chosen.
+        adapter: the digest of its adapter; None: none.
+        text: what to pool; None: tokens are sampled.
     """
 
     slot: int
@@ -57,9 +56,9 @@ class Span:
     """The tokens `[start, start + length)` of one sequence, computed in one step.
 
     Attributes:
-        sequence_id: never used twice in an engine's life.
-        slot: the sequence's lane, below `max_num_seqs`: its row in everything that is kept by slot.
-        start: how many tokens of the sequence are computed already; the position of the span's first token.
+        sequence_id: unique within an engine's life.
+        slot: below `max_num_seqs`: its row in all state kept by slot.
+        start: position of the span's first token: the number of tokens computed before.
         token_ids: the span's tokens.
         num_logit_rows: how many of the span's last tokens need logits: 0 for a chunk that ends before the sequence's
             last token, 1 for most spans, more for prompt logprobs and after draft tokens; all of a text that is pooled
@@ -68,8 +67,8 @@ class Span:
             position embeddings depend on it), and draft tokens.
         scored_ids: the tokens that follow the first of these last tokens, if the request asks for their
             log-probabilities (`prompt_logprobs`). For the remaining rows a token is chosen.
-        num_draft_tokens: how many of its last tokens are draft tokens. Each of them is right if it is the token that is
-            chosen from the row before it.
+        num_draft_tokens: how many of its last tokens are draft tokens. One is accepted if sampling the row before it
+            gives the same token.
     """
 
     sequence_id: int
@@ -93,13 +92,13 @@ class Span:
 
     @property
     def end(self) -> int:
-        """Position after the span's last token: how many tokens are computed once the step is done."""
+        """Position after the span's last token: the number of computed tokens after the step."""
         return self.start + len(self.token_ids)
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """One step: which spans run, where their keys and values lie, and what has changed about slots since the last plan.
+    """One step: the spans to run, their block tables, and changes of slots since the last plan.
 
     A runner takes a plan in this order: released slots, assignments, copies, spans. A plan without spans only releases.
 
@@ -108,9 +107,9 @@ class StepPlan:
         tables: for each cache group, one block table per span. Positions are written through the same table that
             they are read through, so the write indices follow from it.
         copies: (source, destination) blocks to copy in every layer before the forward pass.
-        released_slots: slots that were given up since the last plan, by sequences that ended or were preempted. What is
-            kept for them must be dropped, if anything is: a sequence can end before any plan has told of it.
-        assignments: the sequences that have moved into a slot since; each has a span in this plan.
+        released_slots: slots freed since the last plan, by sequences that ended or were preempted. The runner drops any
+            state of them; it may have none, since a sequence can end before a plan assigns its slot.
+        assignments: sequences that took a slot since the last plan; each has a span in this plan.
     """
 
     spans: tuple[Span, ...]
@@ -126,11 +125,11 @@ class StepPlan:
 
 
 class SpanTokens(NamedTuple):
-    """What a step gave one span.
+    """A step's result for one span.
 
     Attributes:
-        token_ids: the tokens that were chosen: none for a chunk; after draft tokens, the accepted ones and the
-            one that follows; up to the first row that allowed no choice.
+        token_ids: sampled tokens: none for a chunk; with draft tokens, the accepted ones and the next one; up to the
+            first row without a valid choice.
         is_finite: whether the span's logits allowed a choice: no NaN, and a finite largest logit.
         scores: of the chosen tokens, if the request asks for `logprobs`.
         prompt_scores: of the span's `scored_ids`.
@@ -145,4 +144,4 @@ class SpanTokens(NamedTuple):
 
 
 StepTokens: TypeAlias = list[SpanTokens]
-"""What a step gave, one entry for each span of its plan, in order."""
+"""A step's results, one for each span of its plan, in order."""

@@ -1,4 +1,4 @@
-"""Pooling: what is made of a whole text, instead of more text. Plain data."""
+"""Pooling: numbers computed from a whole text (embeddings, labels, scores). Plain data."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -7,12 +7,12 @@ from typing import Literal, TypeAlias
 PoolingTask: TypeAlias = Literal["embed", "classify", "rerank"]
 
 NORMALIZE = ""
-"""Stands for the layer that makes a vector one of length 1, where others are named by their folders."""
+"""The layer that scales a vector to length 1; other layers are named by their folders."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolingPlan:
-    """What a checkpoint says about pooling.
+    """A checkpoint's pooling configuration.
 
     Attributes:
         task: "embed" (a vector), "classify" (a number for each label) or "rerank" (a score for a query and a document
@@ -20,16 +20,16 @@ class PoolingPlan:
         modes: of "embed": how the hidden states of a text become one vector: "cls", "lasttoken", "mean", "max",
             "mean_sqrt_len_tokens", "weightedmean". The vectors of several modes are joined.
         includes_prompt: whether the tokens of a prompt before the text are pooled, too.
-        layers: of "embed": what follows, in order: folders of dense layers, or `NORMALIZE`.
+        layers: of "embed": the layers after it, in order: folders of dense layers, or `NORMALIZE`.
         max_tokens: the longest text, in tokens; None: as long as the model allows.
         lowers: whether texts are made lower case.
         prompts, default_prompt: texts to begin with, by name, and the name of the one that is used otherwise.
         labels: of a classification head.
-        activation: what the numbers of such a head, or of "rerank", go through.
+        activation: applied to the numbers of such a head, or of "rerank".
         answers: of "rerank": the token ids of the two answers, the affirmative one last; None: the checkpoint has a
             classification head instead.
         similarity: of embeddings: "cosine" or "dot".
-        num_values: how many numbers a text gets; 0: not known before the model is loaded.
+        num_values: numbers per text; 0: unknown until the model is loaded.
         reads_last_token: whether these numbers depend on the last token's hidden state alone, in a causal model: then
             a text runs in chunks, and goes on from a cached prefix. Known once the model is loaded.
         padding_id: the padding token, which a classification head does not take for a text's last; None: there is none.
@@ -71,4 +71,4 @@ class PooledText:
 
 
 Values: TypeAlias = "array[float]"
-"""What a text gets: 32-bit floats. `numpy.asarray` takes them without a copy."""
+"""The result for a text: float32. `numpy.asarray` takes them without a copy."""

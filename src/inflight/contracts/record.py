@@ -30,12 +30,12 @@ class SpanRecord(NamedTuple):
 
     @property
     def num_new_tokens(self) -> int:
-        """How many tokens the step gave its sequence; some of them may lie beyond its end."""
+        """Tokens that the step added to its sequence; some may lie beyond its end."""
         return 0 if self.kind == "chunk" else 1 + self.num_accepted
 
 
 class PreemptionRecord(NamedTuple):
-    """A sequence that had to give everything back, and the slot that it lost."""
+    """A preempted sequence, and the slot that it lost."""
 
     slot: int
     request_id: str
@@ -44,7 +44,7 @@ class PreemptionRecord(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ArrivalRecord:
-    """A request that was submitted, when (seconds of `time.monotonic()`), and what keeps its prefixes apart."""
+    """A submitted request, its time (seconds of `time.monotonic()`), and its salt and adapter."""
 
     request_id: str
     time: float
@@ -63,7 +63,7 @@ class StepRecord:
         num_preemptions, num_prompt_tokens, num_cached_tokens: counted since the engine's start; see `EngineStats`.
         num_blocks_used, num_blocks_cached, num_blocks: the other blocks are free; see `BlockPool`.
         arrivals: requests submitted since the record before.
-        preempted: sequences that had to make room for this step.
+        preempted: sequences preempted to make room for this step.
     """
 
     step: int
@@ -83,32 +83,32 @@ class StepRecord:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the step computed: the part of the budget that it used."""
+        """Tokens that the step computed."""
         return sum(span.length for span in self.spans)
 
 
 STEP_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
-"""The bounds, in tokens, by which steps are counted; each belongs to those below it."""
+"""Upper bounds of the histogram of step sizes, in tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineStats:
-    """An engine's totals since it was started, and its state now.
+    """An engine's totals since its start, and its current state.
 
     Attributes:
         num_requests: requests that were queued; refused ones are not counted.
         num_prompt_tokens: prompt tokens of sequences that have had a slot, each sequence counted once.
-        num_cached_tokens: how many of these did not have to be computed.
+        num_cached_tokens: how many of these came from the cache.
         num_generated_tokens: tokens reported to callers.
         num_drafts: spans with draft tokens.
-        num_draft_tokens, num_accepted_tokens: draft tokens that were computed, and how many were the right ones.
+        num_draft_tokens, num_accepted_tokens: draft tokens verified, and accepted.
         num_restored_tokens: tokens whose keys and values came from `prefix_cache_dir`.
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
-        num_crashes: how often the engine has died and was started again; everything else counts from the last start.
-        num_step_tokens: tokens that all steps computed.
-        num_steps_by_size: steps of at most as many tokens as each of `STEP_SIZES` says, and more than the one before;
-            and of more than the last.
+        num_crashes: number of restarts after a crash; everything else counts from the last start.
+        num_step_tokens: tokens computed by all steps.
+        num_steps_by_size: steps by number of tokens, one count for each bucket of `STEP_SIZES`, and one for larger
+            steps.
     """
 
     num_requests: int
@@ -132,12 +132,12 @@ class EngineStats:
 
     @property
     def cache_hit_rate(self) -> float:
-        """The share of prompt tokens that did not have to be computed, from 0 to 1."""
+        """The share of prompt tokens that came from the cache, from 0 to 1."""
         return self.num_cached_tokens / self.num_prompt_tokens if self.num_prompt_tokens else 0.0
 
 
 def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
-    """The totals of several engines."""
+    """The sum over several engines."""
     totals: dict[str, Any] = {}
     each = list(stats)
     for field in fields(EngineStats):
@@ -150,10 +150,10 @@ def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordTo:
-    """Where an engine's steps are recorded.
+    """Where an engine records its steps.
 
     Attributes:
-        path: the newest file; older ones have numbers behind their names.
+        path: the newest file; older ones have a number appended.
         max_bytes: the size after which the next file begins.
         num_files: how many are kept.
     """

@@ -1,4 +1,4 @@
-"""`Speculator`: what the scheduler asks for tokens that may come next. Plain data and one protocol.
+"""`Speculator`: proposes draft tokens to the scheduler. Plain data and one protocol.
 
 A draft token costs a row and is verified by sampling that row as usual, so the output never depends on it.
 """
@@ -19,8 +19,8 @@ class Candidate(NamedTuple):
         num_prompt_tokens: how many of them are the prompt.
         max_draft_tokens: the most draft tokens; at least one.
         stop_token_ids: tokens that end the sequence; nothing after them needs drafting.
-        cache_salt: what one sequence knows may serve another only if both have the same.
-        predicted_ids: what its output may be like in parts, as its caller says.
+        cache_salt: only sequences with the same salt may learn from each other.
+        predicted_ids: the caller's prediction of parts of its output.
         slot, block_tables: where it is, as in `StepPlan`; tables have room for its last token.
         params, seed, sequence_index: how its tokens are chosen, as in `SlotAssignment`.
     """

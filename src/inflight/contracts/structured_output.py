@@ -1,6 +1,6 @@
-"""`StructuredOutput`: what a request's text must look like. Plain data, checked when made.
+"""`StructuredOutput`: the required form of a request's text. Plain data, validated at construction.
 
-Decides nothing about grammars: `inflight.grammar` says whether a schema, a regex or a grammar can be enforced.
+`inflight.grammar` decides whether a schema, a regex or a grammar can be enforced.
 """
 
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from msgspec import Meta
 from inflight.contracts.options import is_text, strict_options
 
 MAX_CHARACTERS = 2**18
-"""The longest description that is accepted. The cost of compiling it has limits of its own."""
+"""The longest accepted description. Compilation has its own limits."""
 
 _TEXTS = ("json_schema", "regex", "grammar")
 _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -20,13 +20,13 @@ _KINDS = ("json_schema", "json_object", "regex", "choice", "grammar")
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reasoning:
-    """What a model may write before what its output must be.
+    """Reasoning that a model may write before the structured output.
 
     Attributes:
-        end: the text or token behind the reasoning, such as "</think>".
-        begin: the text or token before it; "": the prompt has it already.
-        otherwise: what stands in its place if the model does not think.
-        max_tokens: how many tokens it may have; then the end comes. The end must begin with a single token.
+        end: the text or token that ends the reasoning, such as "</think>".
+        begin: the text or token that begins it; "": the prompt ends with it.
+        otherwise: the text in its place if the model does not reason.
+        max_tokens: its most tokens, after which the end is forced. `end` must begin with a single token.
     """
 
     end: str
@@ -44,7 +44,7 @@ class Reasoning:
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StructuredOutput:
-    """What the whole output of a sequence must be. Exactly one kind is given; or none, if only reasoning is limited.
+    """The form of a sequence's whole output. Give exactly one kind; or none, to limit only the reasoning.
 
     Attributes:
         json_schema: JSON that this JSON schema (its text) accepts.
@@ -52,10 +52,10 @@ class StructuredOutput:
         regex: text that this regular expression matches as a whole (syntax of Rust's `regex`: no look-around and no
             backreferences).
         choice: one of these strings.
-        exact_schema: whether an object whose schema says nothing about `additionalProperties` may have any, as the
-            standard says. By default it has only the properties that are named, as with other servers.
+        exact_schema: whether an object may have properties that its schema does not name, where `additionalProperties`
+            is unset, as the standard says. By default it may not, as with other servers.
         grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
-        reasoning: what may come before it.
+        reasoning: reasoning that may come first.
     """
 
     json_schema: str | None = None
@@ -94,7 +94,7 @@ class StructuredOutput:
 
     @property
     def kind(self) -> str:
-        """The name of the field that is given; "reasoning" if what follows it is free."""
+        """The name of the given field; "reasoning" if the text after it is free."""
         return next((name for name in _KINDS if getattr(self, name) not in (None, False)), "reasoning")
 
     @property

@@ -1,4 +1,4 @@
-"""Who is told what an engine does, besides its callers. Plain data, checked when made."""
+"""Observers of an engine besides its callers. Plain data, validated at construction."""
 
 import json
 from collections.abc import Mapping
@@ -12,15 +12,15 @@ from inflight.contracts.record import RecordTo
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEvents:
-    """Where an engine publishes what its prefix cache holds, for routers and indexers, over ZeroMQ and in vLLM's form.
+    """Where an engine publishes events of its prefix cache, for routers and indexers, over ZeroMQ in vLLM's format.
 
     Attributes:
         endpoint: of the PUB socket, such as "tcp://*:5557". With a `*`, and for ipc, the engine binds it; else it
             connects to it.
-        replay_endpoint: of a ROUTER socket that sends again what was missed; None: there is none.
-        buffer_steps: how many batches it can send again.
-        hwm: how many messages may wait for a subscriber before it misses some.
-        max_queue_size: how many batches may wait to be published before some are left out.
+        replay_endpoint: of a ROUTER socket that replays missed batches; None: no replay.
+        buffer_steps: how many batches it can replay.
+        hwm: messages queued for a subscriber before some are dropped.
+        max_queue_size: batches queued for publication before some are dropped.
         topic: of all messages.
         data_parallel_rank: the engine's number, in every batch.
     """
@@ -60,7 +60,7 @@ class KVEvents:
         return events if is_on and publisher == "zmq" else None
 
     def of_replica(self, number: int) -> "KVEvents":
-        """The same for one of several engines: its number is added to each port, as vLLM does it."""
+        """Return the configuration of one of several engines: ports are offset by its number, as in vLLM."""
         endpoint, replay = _moved(self.endpoint, number), self.replay_endpoint and _moved(self.replay_endpoint, number)
         rank = self.data_parallel_rank + number
         return replace(self, endpoint=endpoint, replay_endpoint=replay, data_parallel_rank=rank)
@@ -69,11 +69,11 @@ class KVEvents:
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Watching:
-    """Everybody who is told.
+    """All observers.
 
     Attributes:
-        record_to: where every step is recorded; None: nowhere.
-        kv_events: where it is published what the prefix cache holds; None: nowhere.
+        record_to: where to record every step; None: nowhere.
+        kv_events: where to publish events of the prefix cache; None: nowhere.
     """
 
     record_to: RecordTo | None = None

@@ -1,1 +1,1 @@
-"""The engine: who may come in, the loop of steps, what is reported of it; `process` runs it beside its callers."""
+"""The engine: admission, the step loop and reporting; `process` runs it beside its callers."""

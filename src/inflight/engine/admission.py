@@ -1,7 +1,5 @@
-"""Admission: whether a request may come in, and what it is once everything in it is resolved against the model.
-
-Whatever can go wrong because of what a caller gave is refused here, in one sentence with the value and what would be
-accepted. Nothing is checked again after that.
+"""Admission: validates requests and resolves them against the model. Every caller's mistake is refused here, in one
+sentence with the value and what would be accepted. Nothing is checked again later.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = BACKGROUND
 POOLS = SamplingParams(temperature=0, max_tokens=1)
-"""Of a text that is pooled, for which no token is chosen."""
+"""For pooled texts, for which no token is sampled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +37,11 @@ class AcceptedRequest:
     """A request that may be queued.
 
     Attributes:
-        deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
-        is_compiled: whether its grammar, its bad words, its prediction and its adapter are there, if it has any.
-        grammar: follows what its output must look like; None: anything goes.
-        adapter_source: the folder or hub repository of its adapter; None: it has none.
-        adapter: that adapter, once it is open, and as long as it is in use.
+        deadline: a time of `time.monotonic()` at which it is aborted if unfinished.
+        is_compiled: whether its grammar, bad words, prediction and adapter are ready, if it has any.
+        grammar: constrains its output; None: free text.
+        adapter_source: the folder or hub repository of its adapter; None: none.
+        adapter: that adapter, once open and while in use.
     """
 
     request: Request
@@ -55,7 +53,7 @@ class AcceptedRequest:
 
     @property
     def params(self) -> SamplingParams:
-        """How its tokens are chosen and when it ends."""
+        """How its tokens are sampled and when it ends."""
         return self.request.params
 
 
@@ -67,7 +65,7 @@ class Seeds:
         self._numbers = count(1)
 
     def next(self) -> int:
-        """The next request's. Any thread may call it."""
+        """Return the next request's seed. Thread-safe."""
         return random.Random(f"{self._seed} {next(self._numbers)}").getrandbits(63)
 
 
@@ -78,7 +76,7 @@ class Admission:
         tokenizer: finds stop strings and spells bad words; without one, requests that have some are refused.
 
     Attributes:
-        spelled: the given bad words in tokens; any thread may call it. The prompts of one call mostly have the same.
+        spelled: cached tokens of bad words; thread-safe. The prompts of one call mostly share them.
     """
 
     def __init__(self, config: EngineConfig, model_info: ModelInfo, tokenizer: Tokenizer | None) -> None:
@@ -124,11 +122,11 @@ class Admission:
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
 
     def accept_text(self, request_id: str, text: PooledText, deadline: float | None = None) -> AcceptedRequest:
-        """Check a request for a text's numbers. Raises `InvalidRequestError`."""
+        """Check a pooling request. Raises `InvalidRequestError`."""
         return AcceptedRequest(pooling_request(request_id, text, self._model_info), deadline)
 
     def predicted_ids(self, params: SamplingParams) -> list[int]:
-        """The tokens of a prediction, if there is one: as many as the model could say. Any thread may call it."""
+        """The tokens of a prediction, cut to the model's length; empty without one. Thread-safe."""
         most, token_ids = self._model_info.max_model_len, params.prediction or ()
         if isinstance(token_ids, str):
             assert self._tokenizer is not None
@@ -143,7 +141,7 @@ class Admission:
 
 
 def by_beginning(words: Iterable[tuple[int, ...]]) -> BadWords:
-    """Words in tokens by all but their last token, so that one look finds those that a sequence has begun."""
+    """Tokenized words, keyed by all but their last token, so that one lookup finds those that a sequence has begun."""
     ends: dict[tuple[int, ...], list[int]] = {}
     for *beginning, end in words:
         ends.setdefault(tuple(beginning), []).append(end)
@@ -159,7 +157,7 @@ def make_request(
     priority: int = 0,
     cache_salt: str | None = None,
 ) -> Request:
-    """A request that the scheduler can run to its end. Raises `InvalidRequestError`."""
+    """Return a request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
     if params.truncate_prompt_tokens is not None:
         prompt = prompt[-params.truncate_prompt_tokens :]
@@ -197,7 +195,7 @@ def make_request(
 
 
 def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:
-    """A request for a text's numbers that the scheduler can run to its end. Raises `InvalidRequestError`."""
+    """Return a pooling request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     if info.pooling is None:
         raise InvalidRequestError(f"{info.model_class} generates text; it pools nothing")
     token_ids = _token_ids("the text", text.token_ids, info.vocab_size)
@@ -210,7 +208,7 @@ def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Reque
 
 
 def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) -> int:
-    """The number of tokens at which a sequence ends: as asked for, but never beyond the model's length."""
+    """The number of tokens at which a sequence ends: as requested, limited by the model's length."""
     capacity = info.max_cached_len + 1  # the last generated token is never computed
     if max_tokens is None and prompt_len < capacity:
         return min(info.max_model_len, capacity)

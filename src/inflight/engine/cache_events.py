@@ -1,4 +1,4 @@
-"""`CacheEvents`: which blocks have come into one engine's prefix cache, and which have left it.
+"""`CacheEvents`: blocks added to and removed from one engine's prefix cache.
 
 A block is named by 64 bits of its block hash, the same in every process. Of a model with sliding windows only the
 blocks of a cache group that keeps all tokens are told of, if there is one: while these are there, most of a prefix is.
@@ -15,7 +15,7 @@ from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of
 
 @dataclass(slots=True)
 class Stored:
-    """Consecutive blocks that can be found now.
+    """Consecutive blocks that can now be found.
 
     Attributes:
         hashes: their numbers.
@@ -33,13 +33,13 @@ class Stored:
 
 @dataclass(slots=True)
 class Removed:
-    """Blocks that cannot be found any more."""
+    """Blocks that can no longer be found."""
 
     hashes: list[int]
 
 
 class CacheEvents:
-    """Watches a pool's prefix cache, and keeps what happens until it is taken."""
+    """Watches a pool's prefix cache, and queues its events."""
 
     def __init__(self, pool: BlockPool) -> None:
         groups = pool.layout.groups
@@ -48,7 +48,7 @@ class CacheEvents:
         pool.watch(self)
 
     def take(self) -> list[Stored | Removed]:
-        """What has happened since the last time, in order."""
+        """Return the events since the last call, in order."""
         events, self._events = self._events, []
         return events
 

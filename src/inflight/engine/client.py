@@ -36,7 +36,7 @@ _in_threads: "WeakSet[EngineClient]" = WeakSet()
 
 @atexit.register
 def _end_threads() -> None:
-    """A thread in the middle of a step would crash the interpreter's end."""
+    """A thread inside a step would crash the interpreter at exit."""
     for client in list(_in_threads):
         client.close()
 
@@ -83,7 +83,7 @@ class EngineClient(ABC):
 
     @abstractmethod
     def start(self) -> "Future[Session]":
-        """Start all engines that do not run. Returns the first that is loaded, as soon as it is.
+        """Start all engines that do not run. Returns the first one loaded, as soon as it is.
 
         Raises `EngineGivenUpError` if each has died too often in a row."""
 
@@ -129,11 +129,11 @@ class EngineClient(ABC):
             session.join()
 
     def open_adapter(self, source: str) -> "list[Future[object]]":
-        """Let all engines read an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
+        """Let all engines load an adapter. The futures raise `AdapterError`, `EngineDeadError`."""
         return [each.ask(lambda address: OpenAdapter(address, source)) for each in self.sessions().values()]
 
     def close_adapter(self, source: str) -> None:
-        """Let all engines forget an adapter; requests that have it keep it."""
+        """Let all engines unload an adapter; running requests keep it."""
         for session in self.sessions().values():
             session.send(CloseAdapter(source))
 

@@ -1,4 +1,4 @@
-"""`Deadlines`: which requests have run out of time. Callers pass the time in; there is no clock here."""
+"""`Deadlines`: finds requests that have run out of time. Callers pass the time; there is no clock here."""
 
 import heapq
 
@@ -10,7 +10,7 @@ class Deadlines:
         self._heap: list[tuple[float, str]] = []
 
     def add(self, request_id: str, deadline: float) -> None:
-        """Let a request be due at `deadline`."""
+        """Set a request's deadline."""
         heapq.heappush(self._heap, (deadline, request_id))
 
     def due(self, now: float) -> list[str]:

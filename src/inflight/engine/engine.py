@@ -1,15 +1,13 @@
-"""`Engine`: submit, abort, step. The loop, and the only connection between scheduling and execution.
+"""`Engine`: submit, abort, step. The step loop, and the only connection between scheduling and execution.
 
-One step: the scheduler plans it, the runner runs it and chooses tokens, the scheduler commits them, the reporter says
-what came of it. Data goes one way. What goes back, from results to scheduling, goes back here:
+One step: the scheduler plans it, the runner runs it and samples tokens, the scheduler commits them, the reporter
+publishes the results. Only this class feeds results back to scheduling:
 
-- a sequence ends early: by an abort, by its deadline, by a stop string in its text, or because no token could be
-chosen;
+- a sequence ends early: by an abort, its deadline, a stop string, or because no token could be sampled;
 - a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
-- how long a step took bounds the prefill of the next ones (`PrefillLimit`), and says what draft tokens cost
-(`Speculation`).
+- step times bound the prefill of later steps (`PrefillLimit`), and give the cost of draft tokens (`Speculation`).
 
-Knows requests in tokens. Its callers turn prompts into tokens and tokens into text.
+Requests are token ids here; callers tokenize and detokenize.
 """
 
 from __future__ import annotations
@@ -64,7 +62,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LONGEST_WAIT = 0.05
-"""How many seconds a step that has nothing to compute waits for blocks from elsewhere."""
+"""Seconds that a step with nothing to compute waits for blocks being loaded."""
 
 
 class Engine:
@@ -72,12 +70,12 @@ class Engine:
 
     Args:
         model: hub id, folder, or a loaded model.
-        config: how to load it and how to batch.
+        config: options of loading and batching.
         tokenizer: finds stop strings; without one, requests that have some are refused.
 
     Attributes:
-        observer: called after each step with its record; while it is None no record is made.
-        prefill_limit: if set, learns from every step how much prefill the next one may have.
+        observer: called with each step's record; None: no records are made.
+        prefill_limit: if set, learns from every step how much prefill the next may have.
 
     Raises:
         ModelError: the model cannot be loaded, or cannot be run exactly.
@@ -90,7 +88,7 @@ class Engine:
         self.config = config
         self.tokenizer = tokenizer
         check_draft(config)
-        _each_adapter(config, AdapterCheckpoint.read)  # what is wrong with one is said before anything that takes long
+        _each_adapter(config, AdapterCheckpoint.read)  # wrong adapters are refused before anything slow
         self.runner = make_runner(model, config, pooling)
         _each_adapter(config, lambda source: self.adapters.get(source))
         self._watched: WatchedWeights | None = None
@@ -103,7 +101,7 @@ class Engine:
             self._speculation = speculation_of(config, lambda: self._constraints, proposer)
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
-            weakref.finalize(self, self._store.end).atexit = False  # at the process's end the store waits itself
+            weakref.finalize(self, self._store.end).atexit = False  # at process exit the store itself waits
         self.scheduler = Scheduler.from_config(
             config,
             info.num_blocks,
@@ -129,7 +127,7 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether another step would do something."""
+        """Whether another step would do anything."""
         return len(self._reporter) > 0
 
     @property
@@ -143,7 +141,7 @@ class Engine:
         self._observer = observer
 
     def _describe(self) -> ModelInfo:
-        """What was found out about the model and its tokenizer."""
+        """Facts about the model and its tokenizer."""
         if self.runner.info.pooling is not None:
             return replace(self.runner.info, speculation="off")
         info = replace(self.runner.info, speculation=describe_speculation(self.config, self.runner.info))
@@ -160,7 +158,7 @@ class Engine:
         return replace(info, eos_token_ids=tuple(ends), eos_named_by=tuple(ends.values()), notes=notes)
 
     def default_sampling_params(self) -> SamplingParams:
-        """What the model's `generation_config` asks for, else `SamplingParams()`."""
+        """Defaults from the model's `generation_config`, else `SamplingParams()`."""
         return default_sampling_params(self.runner.generation_config)
 
     # ------------------------------------------------------------------------------------- requests
@@ -177,23 +175,23 @@ class Engine:
         deadline: float | None = None,
         text: PooledText | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, except for what `compile` does; nothing is queued.
+        """Check a request and resolve it against the model, without `compile`; nothing is queued.
 
         Args:
             priority: lower runs first, where the engine's policy is "priority".
             cache_salt: only requests of the same salt share cached prefixes.
             adapter_source: the folder or hub repository of its adapter; None: it has none.
             deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
-            text: what to pool, with the prompt's tokens; None: it generates.
+            text: the text to pool, whose tokens are the prompt; None: it generates.
 
         Raises:
-            InvalidRequestError: something about it is wrong.
+            InvalidRequestError: the request is invalid.
         """
         self._check_id(request_id)
         if self._watched is not None and self._watched.have_changed:
             raise InvalidRequestError(
-                "the weights of the model given have been changed since it was loaded, and the engine has most of them "
-                "in a layout of its own; LLM.reload_weights() takes the new ones"
+                "the given model's weights have changed since the engine copied most of them into "
+                "its own layout; LLM.reload_weights() takes the new ones"
             )
         accepted = self._admission.accept(
             request_id,
@@ -211,10 +209,9 @@ class Engine:
         return replace(accepted, is_compiled=False) if known is None else _adapted(accepted, known)
 
     def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """The request with the grammar that its output must follow, the tokens of its bad words and of its prediction,
-        and its adapter, if it has any.
+        """Return the request with its compiled grammar, tokenized bad words and prediction, and open adapter.
 
-        May take seconds. Any thread may call it. Raises `InvalidRequestError`.
+        May take seconds. Thread-safe. Raises `InvalidRequestError`.
         """
         if accepted.is_compiled:
             return accepted
@@ -245,11 +242,11 @@ class Engine:
             return self._constraints
 
     def open_adapter(self, source: str) -> None:
-        """Read an adapter, though it may have been read before. Any thread may call it. Raises `AdapterError`."""
+        """Load an adapter, or reload it. Thread-safe. Raises `AdapterError`."""
         self.adapters.open(source)
 
     def close_adapter(self, source: str) -> None:
-        """Forget an adapter; the requests that have it keep it. Any thread may call it."""
+        """Unload an adapter; running requests keep it. Thread-safe."""
         self.adapters.close(source)
 
     def check_room(self, accepted: AcceptedRequest) -> None:
@@ -262,10 +259,10 @@ class Engine:
             raise QueueFullError(f"{num_waiting} sequences wait already, and at most {limit} may; try again later")
 
     def submit(self, accepted: AcceptedRequest) -> None:
-        """Queue a request that was accepted.
+        """Queue an accepted request.
 
         Raises:
-            QueueFullError: too many sequences wait already.
+            QueueFullError: too many sequences wait.
             InvalidRequestError: its id is in use.
         """
         self.check_room(accepted)
@@ -295,10 +292,9 @@ class Engine:
             raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
-        """End a request's unfinished sequences, forget it, and return their ends; nothing happens if it is unknown.
-
-        What was not taken of it yet is not reported any more. In the middle of a step (called by the observer or a
-        hook of the model) it is left for the next one, whose outputs the ends are."""
+        """Abort a request and return its last outputs; does nothing if it is unknown. Pending outputs of it are
+        dropped. Called within a step (by the observer or a hook of the model), it takes effect in the next one, which
+        returns the outputs."""
         if self._is_stepping:
             self._asked_to_abort.append(request_id)
             return []
@@ -312,11 +308,11 @@ class Engine:
     # ------------------------------------------------------------------------------------- the loop
 
     def step(self) -> list[SequenceOutput]:
-        """Run one step; return what it gave every sequence that has new tokens or has ended.
+        """Run one step; return the outputs of every sequence that has new tokens or has ended.
 
-        An error in the forward pass ends the sequences of its step with "error"; a row of logits that is not finite
-        ends only its own sequence. The engine goes on. After an interrupt of the forward pass the step has not
-        happened; no other exception leaves the engine fit for another step.
+        An error in the forward pass ends the step's sequences with "error"; a row of logits that is not finite ends
+        only its own sequence. The engine continues. An interrupted forward pass is planned again; after any other
+        exception the engine must not be used.
 
         Raises:
             RankLostError: one of the model's ranks has ended.
@@ -362,14 +358,14 @@ class Engine:
                 self._store.wait(LONGEST_WAIT)
 
     def _observe_assignments(self, plan: StepPlan, now: float) -> None:
-        """Some sequences have moved into slots: note the time, and follow their grammars."""
+        """Note when sequences took their slots, and start their grammars."""
         for assignment in plan.assignments:
             accepted = self._reporter.observe_assignment(assignment, now)
             if accepted.grammar is not None:
                 self.constraints.add(assignment.sequence_id, accepted.grammar)
 
     def _run(self, plan: StepPlan) -> None:
-        """Run a plan and take in what came of it."""
+        """Run a plan and commit the results."""
         constraints = self._constraints
         masks = None if constraints is None else constraints.begin(plan, self._output_of)
         given: StepTokens | Exception
@@ -397,7 +393,7 @@ class Engine:
                 num_given = len(span_tokens.token_ids)
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
                 errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
-        for step in progress:  # one that fails after accepted draft tokens has both tokens and an error
+        for step in progress:  # a sequence that fails after accepted draft tokens has both tokens and an error
             own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
             self._reporter.add([SequenceUpdate(step.sequence, step.new_token_ids, own.scores, failure, own.values)])
         self._reporter.add(SequenceUpdate(sequence, [], error=error) for sequence, error in errors.items())
@@ -407,7 +403,7 @@ class Engine:
         return sequence.token_ids[sequence.num_prompt_tokens :]
 
     def _drop_ended(self) -> None:
-        """Keep nothing for sequences that have ended: neither grammars nor, if no plan follows, anything by slot."""
+        """Drop the state of finished sequences: grammars and, if no plan follows, state by slot."""
         if self._constraints is not None:
             self._constraints.keep_only(self.scheduler.has_sequence)
         if self._speculation is not None:
@@ -416,7 +412,7 @@ class Engine:
             self.runner.run(release, None)
 
     def _expire(self, request_id: str, now: float) -> None:
-        """Abort a request whose deadline has passed. (By now its id may belong to another request.)"""
+        """Abort a request whose deadline has passed. (Its id may belong to another request by now.)"""
         accepted = self._reporter.accepted(request_id)
         if accepted is not None and accepted.deadline is not None and accepted.deadline <= now:
             aborted = self.scheduler.abort(request_id)
@@ -424,8 +420,8 @@ class Engine:
             self._reporter.add([SequenceUpdate(sequence, [], error=error) for sequence in aborted])
 
     def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the cost of draft tokens from the time of this step; and bound the prefill of coming steps, unless its
-        bound was given."""
+        """Learn the cost of draft tokens from the time of this step; and bound the prefill of later steps, unless
+        configured."""
         if self._speculation is not None:
             num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
             num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
@@ -444,24 +440,23 @@ class Engine:
             self.scheduler.limit_prefill = self.prefill_limit.num_tokens
 
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:
-        """Call this, in another thread, as soon as no step can be run any more because one of the model's ranks has
-        ended."""
+        """Set a function to call, in another thread, when a rank has ended and no step can run any more."""
         if isinstance(self.runner, LeadingRunner):
             self.runner.when_lost(call)
 
     def save_prefixes(self, seconds: float) -> None:
-        """Wait until all that is known is saved in `prefix_cache_dir`, at most so long."""
+        """Wait until all full blocks are saved in `prefix_cache_dir`, at most this many seconds."""
         if self._store is not None:
             self._store.flush(seconds)
 
     def pin_prefix(self, token_ids: SequenceOf[int], cache_salt: str | None, adapter_source: str | None = None) -> None:
-        """Let what is saved of a prompt stay in `prefix_cache_dir`. Raises `ValueError` if that is too much."""
+        """Pin the saved blocks of a prompt in `prefix_cache_dir`. Raises `ValueError` if that is too much."""
         digest = None if adapter_source is None else self.adapters.get(adapter_source).digest
         if self._store is not None:
             pin_prefix(self._store, self.model_info, token_ids, cache_salt, digest)
 
     def stats(self) -> EngineStats:
-        """What the engine has done since it was made, and what it holds now."""
+        """Totals since the engine's start, and its current state."""
         scheduler, pool = self.scheduler, self.scheduler.block_pool
         return EngineStats(
             num_requests=self._num_requests,
@@ -485,7 +480,7 @@ class Engine:
 
 
 def _each_adapter(config: EngineConfig, use: Callable[[str], object]) -> None:
-    """Do something with the source of each adapter. Raises `ModelError` if it is refused."""
+    """Call a function with the source of each adapter. Raises `ModelError` if it refuses one."""
     for name, source in (config.adapters or {}).items():
         try:
             use(source)

@@ -1,8 +1,8 @@
-"""`EventPublisher`: sends what happens to the cache's blocks over ZeroMQ, as vLLM's events, from a thread of its own.
+"""`EventPublisher`: publishes events of the prefix cache over ZeroMQ, in vLLM's format, from its own thread.
 
 Each batch is a message of three parts: topic, sequence number (8 bytes, big-endian, from 0), and MessagePack arrays
-`[time, [event, …], rank]`. An engine that starts says first that its cache is empty. Who has missed something asks the
-replay socket for all from a number on; the last answer has the number -1.
+`[time, [event, …], rank]`. A starting engine first publishes that its cache is empty. A subscriber that missed batches
+asks the replay socket for all from a number on; the last answer has the number -1.
 """
 
 import logging
@@ -78,14 +78,14 @@ class EventPublisher:
         self._send([AllBlocksCleared()])
 
     def publish(self, events: Sequence[Stored | Removed]) -> None:
-        """Send what has happened, if anything has and a subscriber can be reached. Never waits."""
+        """Publish events, if there are any and a subscriber can be reached. Never blocks."""
         if events and self._thread.is_alive():
             self._send([self._event(each) for each in events])
 
     def close(self) -> None:
-        """Send what is left, and end."""
+        """Send the rest, and end."""
         self._out.setsockopt(zmq.SNDTIMEO, MILLISECONDS_TO_END)
-        with suppress(zmq.Again):  # there are no subscribers if the address cannot be had
+        with suppress(zmq.Again):  # without the address there are no subscribers
             self._out.send_multipart([b""])
         self._out.close()
         self._thread.join()
@@ -102,12 +102,12 @@ class EventPublisher:
         )
 
     def _send(self, events: Sequence[Any]) -> None:
-        number = next(self._numbers)  # one that is left out leaves a gap, which subscribers see
+        number = next(self._numbers)  # a dropped batch leaves a gap, which subscribers see
         payload = self._encoder.encode([time.time(), events, self._config.data_parallel_rank])
         try:
             self._out.send_multipart([number.to_bytes(NUMBER_BYTES, "big"), payload], zmq.NOBLOCK)
         except zmq.Again:
-            logger.warning("more than %d batches of events wait, so one is left out", self._config.max_queue_size)
+            logger.warning("more than %d batches of events wait, so one is dropped", self._config.max_queue_size)
 
     # ------------------------------------------------------------------------------------- the thread
 
@@ -140,8 +140,8 @@ class EventPublisher:
                 each.close(linger=MILLISECONDS_TO_END)
 
     def _opened(self, opened: "zmq.Socket[bytes]", endpoint: str, *, binds: bool) -> bool:
-        """Bind a socket, or connect it. While another engine has the address, perhaps the one that this one replaces,
-        try again. False if it was closed meanwhile."""
+        """Bind or connect a socket; retry while another engine has the address, perhaps the one being replaced. False
+        if closed meanwhile."""
         has_warned = False
         while True:
             try:
@@ -155,19 +155,19 @@ class EventPublisher:
                     logger.error("events cannot be published at %s: %s", endpoint, error)
                     return False
                 if not has_warned:
-                    logger.info("%s is in use; events are published there when it is free", endpoint)
+                    logger.info("%s is in use; events are published there once it is free", endpoint)
                     has_warned = True
             if self._is_closed_within(SECONDS_BETWEEN_BINDS):
                 return False
 
     def _is_closed_within(self, seconds: float) -> bool:
-        """Wait; whether nothing more is going to come. (What has come stays in its queue.)"""
+        """Wait; return whether the publisher was closed. (Events stay in their queue.)"""
         time.sleep(seconds)
         return self._out.closed
 
 
 def _answer(replay: "zmq.Socket[bytes]", sent: Sequence[list[bytes]]) -> None:
-    """Send again what a subscriber asks for."""
+    """Replay the batches that a subscriber asks for."""
     request = replay.recv_multipart()
     if len(request) != 3:
         return

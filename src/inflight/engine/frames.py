@@ -1,4 +1,4 @@
-"""How a pipe carries messages: each as a frame, the length of what follows (4 bytes, little-endian) and that."""
+"""Framing of messages on a pipe: the payload's length (4 bytes, little-endian), then the payload."""
 
 from typing import IO
 

@@ -1,7 +1,6 @@
-"""`LiveFeed`: looks at a running engine for those who watch it. An unwatched engine makes no records.
-
-A watcher asks again and again; when it has not asked for a while, it has gone. What happened between two looks is
-summed up here, so that a look is as small for an engine of a thousand steps a second as for one of ten.
+"""`LiveFeed`: takes snapshots of a running engine for its watchers. An unwatched engine makes no records. Watchers
+poll; one that stops polling has gone. Steps between two snapshots are summed up, so the size of a snapshot does not
+grow with the step rate.
 """
 
 import time
@@ -19,23 +18,23 @@ from inflight.observe.rotating_recorder import RotatingRecorder
 from inflight.scheduling.sequence import Sequence
 
 SECONDS_TO_ASK_AGAIN = 5.0
-"""A watcher that does not ask for so long has gone."""
+"""Seconds without a poll after which a watcher has gone."""
 
 MOST_STEPS = 12
-"""How many steps of those since the last look are shown."""
+"""Most steps in a snapshot."""
 
 MOST_WAITING = 32
-"""How many waiting sequences are shown."""
+"""Most waiting sequences in a snapshot."""
 
 LONG_QUEUE = 512
-"""More waiting sequences than this are not sorted at each look."""
+"""Longer queues are not sorted for each snapshot."""
 
 BLOCKS_PER_SECOND = 16_384
-"""How many blocks are looked at in a second, on average."""
+"""Blocks inspected per second, on average."""
 
 
 class LiveFeed:
-    """Looks at one engine.
+    """Snapshots of one engine.
 
     Args:
         clock: seconds of a monotonic clock.
@@ -51,10 +50,10 @@ class LiveFeed:
         self._begin()
 
     def look(self, record_to: RecordTo | None = None) -> LiveState:
-        """What the engine is doing, and what it did since the last look.
+        """Return the engine's state, and its work since the last snapshot.
 
         Args:
-            record_to: where steps are recorded while the engine is watched; None: nowhere.
+            record_to: where to record steps while the engine is watched; None: nowhere.
         """
         self._last_look = now = self._clock()
         if not self._is_watched:
@@ -76,7 +75,7 @@ class LiveFeed:
         return state
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         if self._is_watched:
             self._is_watched = False
             self._engine.observer = self._others
@@ -94,7 +93,7 @@ class LiveFeed:
         engine.observer = observe_with(self._others, recorder, self._observe)
 
     def _begin(self) -> None:
-        """The time between two looks begins."""
+        """Start the next interval."""
         self._work: dict[tuple[int, str, int], list[int]] = {}
         self._steps: deque[StepRecord] = deque(maxlen=MOST_STEPS)
         self._num_steps, self._busy_seconds, self._num_preempted = 0, 0.0, 0
@@ -119,7 +118,7 @@ class LiveFeed:
         return list(islice(scheduler.unfinished(), scheduler.num_running))
 
     def _waiting(self, now: float) -> tuple[LiveSequence, ...]:
-        """The first that wait: of a long queue as it was up to a second ago."""
+        """The first waiting sequences; of a long queue, as of up to a second ago."""
         scheduler = self._engine.scheduler
         if scheduler.num_waiting < LONG_QUEUE or now >= self._queue_due:
             self._queue = tuple(map(_seen, scheduler.first_waiting(MOST_WAITING)))
@@ -127,7 +126,7 @@ class LiveFeed:
         return self._queue
 
     def _blocks(self, now: float) -> bytes | None:
-        """What is looked at, and written, only now and then."""
+        """Refresh the slow parts, now and then."""
         if now < self._blocks_due:
             return None
         pool = self._engine.scheduler.block_pool

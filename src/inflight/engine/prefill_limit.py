@@ -1,12 +1,12 @@
-"""`PrefillLimit`: how many prefill tokens a step may have beside decodes, from how long steps were seen to take.
+"""`PrefillLimit`: bounds the prefill tokens of a step beside decodes, from measured step times.
 
 The model: a step lasts `time of its decodes alone + prefill tokens x time per prefill token` (Sarathi-Serve, Agrawal et
 al., OSDI 2024, sets its chunks by such a time budget). The limit keeps a step at most `1 + stretch` times as long as a
-step of decodes alone. Under load hardly any step is one: then it matters that a prefill token takes no longer than the
-average token of its step, so that `stretch` of them for each decode are within the limit, whatever else is not known.
+step of decodes alone. Under load hardly any step has decodes alone: but a prefill token takes no longer than the
+average token of its step, so `stretch` of them for each decode are always within the limit.
 
-In the background no caller waits for a token, but the next request waits for the end of the step. Compared with the
-time that its own prompt takes, a step of few tokens is short on every machine.
+In the background no caller waits for a token, but the next request waits for the end of the step, which a small step
+keeps short compared with its own prefill.
 
 Pure: callers pass durations in.
 """
@@ -14,24 +14,23 @@ Pure: callers pass durations in.
 from inflight.speculation.step_times import StepTimes
 
 MIN_TOKENS = 16
-"""Fewer would not pay: where decoding is bound by memory, this many rows cost hardly more than one."""
+"""Fewer do not pay: where decoding is memory-bound, this many rows cost hardly more than one."""
 
 BACKGROUND_TOKENS = 64
-"""Prefill tokens that a step in the background may always have: fewer would leave its slots empty."""
+"""Prefill tokens that a background step may always have: fewer would leave slots empty."""
 
 BACKGROUND_SECONDS = 0.1
-"""It may have more, as long as it is over in this time."""
+"""Seconds within which it may have more."""
 
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running average."""
 
 LEAST_SHARE = 0.1
-"""Of a step's time at least so much is its prefill's."""
+"""The least share of a step's time that counts as its prefill's."""
 
 
 class PrefillLimit:
-    """Learns from the steps that it sees. Until it has seen steps with and without prefill it limits only the
-    background."""
+    """Learns from observed steps. Until it has seen steps with and without prefill, it limits only background work."""
 
     def __init__(self, stretch: float = 2.0) -> None:
         self.stretch = stretch
@@ -39,7 +38,7 @@ class PrefillLimit:
         self._seconds_per_token: float | None = None
 
     def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
-        """The limit beside `num_decodes`; None: not known yet."""
+        """The limit beside `num_decodes`; None: unknown yet."""
         alone = self._decode_times.seconds(num_decodes) if num_decodes else 0.0
         if self._seconds_per_token is None:
             return BACKGROUND_TOKENS if in_background else None

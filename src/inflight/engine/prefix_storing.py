@@ -1,4 +1,4 @@
-"""The store of an engine's prefixes: where its files lie, and whose they are."""
+"""Opens an engine's prefix store: its folder and fingerprint."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,14 +11,14 @@ from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore
 
 SECONDS_TO_SAVE = 30.0
-"""How long blocks may be saved once an engine is not needed any more."""
+"""Seconds that an engine may spend saving blocks at its end."""
 
 
 def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore | None:
-    """The store that a configuration asks for, if it does.
+    """Open the configured store, if there is one.
 
     Raises:
-        ModelError: there can be none: the folder cannot be used, or the model keeps no blocks on a CPU.
+        ModelError: the folder cannot be used, or the model keeps no blocks on a CPU.
     """
     if config.prefix_cache.folder is None:
         return None
@@ -42,7 +42,7 @@ def pin_prefix(
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:
-    """What a person may want to know of an engine whose blocks lie there."""
+    """A description, for people, of the engine that wrote the blocks."""
     info = runner.info
     return {
         "model": str(runner.model.config.name_or_path or info.model_class),

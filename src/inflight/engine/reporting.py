@@ -1,6 +1,5 @@
-"""`Reporter`: what callers are told about their requests, and when a stop string ends a sequence.
-
-A sequence's news waits here until the step is over, and its outputs until a caller takes them.
+"""`Reporter`: makes outputs of results, and ends sequences at stop strings. A sequence's updates wait here until the
+end of the step, its outputs until a caller takes them.
 """
 
 import logging
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class LiveRequest:
-    """What is kept of a request until its last sequence has ended; lists are by sequence index.
+    """State of a request until its last sequence ends; lists are by sequence index.
 
     Attributes:
         stop_texts: each sequence's text so far, if it has stop strings.
@@ -38,11 +37,11 @@ class LiveRequest:
 
 @dataclass(frozen=True, slots=True)
 class SequenceUpdate:
-    """What has happened to a sequence and has not been reported yet.
+    """A result for a sequence that is not yet reported.
 
     Attributes:
-        scores: of the tokens that were chosen, of which the sequence may have taken only the first.
-        values: the numbers of a text that was pooled.
+        scores: of the sampled tokens; the sequence may have taken only the first ones.
+        values: the numbers of a pooled text.
     """
 
     sequence: Sequence
@@ -56,11 +55,11 @@ class Reporter:
     """Follows the requests of one engine.
 
     Args:
-        scheduler: ends the sequences in whose text a stop string has come.
-        tokenizer: makes that text.
+        scheduler: ends the sequences whose text has a stop string.
+        tokenizer: detokenizes.
 
     Attributes:
-        outbox: outputs that were not taken yet, in order.
+        outbox: outputs not yet taken, in order.
     """
 
     def __init__(self, scheduler: Scheduler, tokenizer: Tokenizer | None) -> None:
@@ -74,16 +73,16 @@ class Reporter:
         return request_id in self._requests
 
     def __len__(self) -> int:
-        """Requests that have not ended, or whose end has not been reported."""
+        """Requests whose end has not been reported."""
         return len(self._requests)
 
     def accepted(self, request_id: str) -> AcceptedRequest | None:
-        """The request of this id, if it is followed."""
+        """The tracked request of this id, if any."""
         live = self._requests.get(request_id)
         return None if live is None else live.accepted
 
     def follow(self, accepted: AcceptedRequest) -> None:
-        """Report on a request from now on, until its last sequence has ended."""
+        """Track a request until its last sequence has ended."""
         request, params = accepted.request, accepted.params
         texts: list[OutputText | None] = [None] * params.n
         if params.stop_strings and self._tokenizer is not None:
@@ -91,7 +90,7 @@ class Reporter:
         self._requests[request.request_id] = LiveRequest(accepted, [None] * params.n, texts)
 
     def observe_assignment(self, assignment: SlotAssignment, now: float) -> AcceptedRequest:
-        """A sequence moves into a slot. Returns its request."""
+        """Note that a sequence takes a slot. Returns its request."""
         sequence = self._scheduler.running(assignment.sequence_id)
         live = self._requests[sequence.request.request_id]
         if live.first_scheduled_times[sequence.index] is None:
@@ -99,17 +98,17 @@ class Reporter:
         return live.accepted
 
     def observe_prompt_scores(self, span: Span, scores: SequenceOf[TokenScore]) -> None:
-        """Keep the scores of a span's `scored_ids` until they can be reported; call it before the commit."""
+        """Keep the scores of a span's `scored_ids` for reporting; call it before the commit."""
         sequence = self._scheduler.running(span.sequence_id)
         so_far = self._requests[sequence.request.request_id].prompt_scores
-        so_far[sequence.num_scored_tokens - 1 :] = scores  # a step that runs again brings them again
+        so_far[sequence.num_scored_tokens - 1 :] = scores  # a step that runs again gives them again
 
     def add(self, update: Iterable[SequenceUpdate]) -> None:
-        """Keep news until `report`."""
+        """Queue updates until `report`."""
         self._updates += update
 
     def report(self) -> None:
-        """Turn all news into outputs."""
+        """Turn all updates into outputs."""
         while self._updates:
             self.outbox.append(self._output_of(self._updates.popleft()))
 
@@ -121,7 +120,7 @@ class Reporter:
         return [] if live is None else [_output(sequence, [], live) for sequence in aborted]
 
     def _output_of(self, update: SequenceUpdate) -> SequenceOutput:
-        """The output for a sequence's news, cut at a stop string if one has come, which ends the sequence."""
+        """The output for an update, cut at a stop string, which ends the sequence."""
         sequence, new_token_ids = update.sequence, update.new_token_ids
         live = self._requests[sequence.request.request_id]
         text, stop_reason, error = live.stop_texts[sequence.index], None, update.error
@@ -138,7 +137,7 @@ class Reporter:
             if stop_reason is not None:
                 num_kept = text.num_tokens_until_stop
                 self._scheduler.finish(sequence.sequence_id, "stop", num_kept)
-                sequence.finish_reason, error = "stop", None  # what failed came after the stop string
+                sequence.finish_reason, error = "stop", None  # the failure came after the stop string
                 new_token_ids = new_token_ids[: num_kept - num_before]
         if sequence.finish_reason is not None and not self._has_more(sequence):
             del self._requests[sequence.request.request_id]
@@ -152,7 +151,7 @@ class Reporter:
         return replace(output, scores=list(scores) or None, prompt_scores=prompt_scores or None)
 
     def _has_more(self, sequence: Sequence) -> bool:
-        """Whether a request has more to report than the end of this one of its sequences."""
+        """Whether a request has more to report than this sequence's end."""
         request_id = sequence.request.request_id
         if sequence.request.num_sequences == 1:
             return False

@@ -1,4 +1,4 @@
-"""Whether and how an engine speculates."""
+"""Sets up an engine's speculation."""
 
 from collections.abc import Callable
 from math import inf
@@ -19,10 +19,10 @@ from inflight.text.tokenizer_files import load_tokenizer
 def speculation_of(
     config: EngineConfig, grammars: Callable[[], Grammars | None], proposer: DraftModelProposer | None
 ) -> Speculation:
-    """What draft tokens, as the configuration asks for it.
+    """The configured `Speculation`.
 
     Args:
-        grammars: gives the grammars of the engine's sequences, once there are any.
+        grammars: returns the grammars of the engine's sequences, once there are any.
         proposer: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation.method in ("auto", "lookup") else None
@@ -54,7 +54,7 @@ def check_draft(config: EngineConfig) -> None:
 
 
 def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | None) -> DraftModelProposer | None:
-    """The draft model that the configuration asks for, if it asks for one.
+    """Load the configured draft model, if there is one.
 
     Args:
         model: the target model; it has not run yet.
@@ -110,7 +110,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
 
 
 def _check_vocabulary(tokenizer: Tokenizer | None, of_draft: Tokenizer | None) -> None:
-    """Raise `ModelError` if tokens of the draft model mean something else. Without tokenizers that is not known."""
+    """Raise `ModelError` if the draft model's token ids differ. Without tokenizers nothing is checked."""
     if tokenizer is None or of_draft is None:
         return
     token_ids, other_ids = tokenizer.inner.get_vocab(), of_draft.inner.get_vocab()

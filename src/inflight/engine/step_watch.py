@@ -1,4 +1,4 @@
-"""`StepWatch`: makes a `StepRecord` from what a scheduler has planned and the state after the step.
+"""`StepWatch`: makes a `StepRecord` from a plan and the scheduler's state after the step.
 
 The engine and the simulator call it around each step. It reads the scheduler and changes nothing.
 """
@@ -13,7 +13,7 @@ from inflight.scheduling.sequence import Sequence
 
 
 class PlannedStep(NamedTuple):
-    """What is known of a step before it has run.
+    """A step before it runs.
 
     Attributes:
         num_accepted_before: for each span with draft tokens, by its place, its sequence and how many of its draft
@@ -34,15 +34,15 @@ class StepWatch:
         self.start_over()
 
     def start_over(self) -> None:
-        """The scheduler has started over: no sequence has a slot."""
+        """Forget all sequences: the scheduler has started over."""
         self._owners: list[Sequence | None] = [None] * self._scheduler.limits.max_num_seqs
 
     def observe_arrival(self, arrival: ArrivalRecord) -> None:
-        """Put a submitted request into the next record."""
+        """Add a submitted request to the next record."""
         self._arrivals.append(arrival)
 
     def observe_plan(self, plan: StepPlan) -> PlannedStep:
-        """Look at a plan. Call it before the commit, which may remove the plan's sequences."""
+        """Observe a plan. Call it before the commit, which may remove the plan's sequences."""
         owners, find = self._owners, self._scheduler.running
         preempted = tuple(
             PreemptionRecord(slot, owner.request.request_id, owner.index)
@@ -64,7 +64,7 @@ class StepWatch:
         return PlannedStep(tuple(spans), preempted, num_accepted_before)
 
     def record(self, planned: PlannedStep, step: int, start_time: float, duration: float) -> StepRecord:
-        """The record of a step that has run; `start_time` and `duration` in seconds."""
+        """The record of a finished step; `start_time` and `duration` in seconds."""
         scheduler, pool = self._scheduler, self._scheduler.block_pool
         spans = list(planned.spans)
         for place, (sequence, num_before) in planned.num_accepted_before.items():

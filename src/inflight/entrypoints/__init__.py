@@ -1,1 +1,1 @@
-"""What users call: `LLM` waits, `AsyncLLM` is awaited, `CallbackLLM` calls back, `quantize` rounds weights."""
+"""The user API: `LLM` (synchronous), `AsyncLLM` (asyncio), `CallbackLLM` (callbacks), and `quantize`."""

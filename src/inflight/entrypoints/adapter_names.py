@@ -1,4 +1,4 @@
-"""`AdapterNames`: what the adapters of a front are called, and which folder or hub repository each is."""
+"""`AdapterNames`: maps a front's adapter names to folders or hub repositories."""
 
 import threading
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ from inflight.contracts.errors import AdapterError
 
 
 class AdapterNames(Mapping[str, str]):
-    """Any thread may look and change. Those that the engine opens itself are there from the start.
+    """Thread-safe. Begins with the adapters of the configuration.
 
     Args:
         config: the engine's.
@@ -29,15 +29,15 @@ class AdapterNames(Mapping[str, str]):
         return len(self._sources)
 
     def source_of(self, name: str) -> str:
-        """Where an adapter is. Raises `AdapterError` if there is none of this name."""
+        """Return an adapter's source. Raises `AdapterError` if the name is unknown."""
         if not isinstance(name, str) or name not in self._sources:
             there_are = f"there are {', '.join(map(repr, self))}" if self._sources else "there are none"
             raise AdapterError(f"there is no adapter {name!r}; {there_are}")
         return self._sources[name]
 
     def check_new(self, name: str, source: str) -> str:
-        """The source of an adapter that is about to be loaded. Raises `AdapterError` if it cannot be: there is one of
-        this name, or the engine was made without adapters."""
+        """Return the source of an adapter to load. Raises `AdapterError` if the name is taken, or the engine was made
+        without adapters."""
         if not self._can_grow:
             raise AdapterError(NO_ADAPTERS)
         try:
@@ -49,12 +49,12 @@ class AdapterNames(Mapping[str, str]):
         return full_source(source)
 
     def add(self, name: str, source: str) -> None:
-        """Let an adapter be known by a name."""
+        """Add a name."""
         with self._lock:
             self._sources[name] = source
 
     def remove(self, name: str) -> str:
-        """Forget a name; returns its source. Raises `AdapterError` if there is none."""
+        """Remove a name; returns its source. Raises `AdapterError` if it is unknown."""
         with self._lock:
             source = self.source_of(name)
             del self._sources[name]

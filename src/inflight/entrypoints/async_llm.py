@@ -1,4 +1,4 @@
-"""`AsyncLLM`: the front for servers. Streams for many callers at once, in one event loop or in several.
+"""`AsyncLLM`: the front for servers. Concurrent streams, in one event loop or several.
 
 Decides how a request is followed: its text is made here, in the caller's process, when the reader is ready for more, so
 a slow reader gets more at once. The engine runs in a process of its own, or in a thread; `EngineClient` starts it.
@@ -52,44 +52,44 @@ if TYPE_CHECKING:
     from inflight.text.tokenizer_files import TokenizerSource
 
 STEP_TIMEOUT = 60.0
-"""Seconds. On the slowest machine that is of any use, no step takes as long."""
+"""Seconds; longer than any step on any usable machine."""
 
 
 class AsyncLLM(AsyncPoolingCalls):
-    """A model that generates for many callers at once, each with a stream of its own, or pools their texts (`embed`,
-    `classify`, `score`), as its checkpoint says; the option `task` decides otherwise.
+    """A model that generates for many concurrent callers, one stream each, or pools their texts (`embed`, `classify`,
+    `score`), as its checkpoint says; the option `task` overrides that.
 
-    The engine starts with the first call, or with `start()` (`async with` calls that, and `stop()`). If it dies,
-    everything that waits for it raises `EngineDeadError`, and the next call starts it again.
+    The engine starts with the first call, or with `start()` (`async with` calls that, and `stop()`). If it dies, all
+    waiting calls raise `EngineDeadError`, and the next call restarts it.
 
     Args:
         model: a hub id, a local folder or a GGUF file; None is the small embedded model.
         tokenizer: a hub id or a folder; None: the one in the model's folder or repository.
-        in_process: run the engine in a thread of this process instead of a process of its own. Then `model` and
-            `tokenizer` may be loaded ones, as for `LLM`.
-        restart_delays: seconds between a crash of the engine and its next start, for each crash in a row that is
-            tolerated. After one more, every call raises `EngineGivenUpError` at once, until `stop()` has been called.
-        starts_at_once: start the engine's process now, beside what this constructor loads, and not with the first call.
-        step_timeout: seconds after which an engine's process that does not answer is killed, and counts as crashed;
-            None: never. Steps that take long get more: 50 times as long as the longest so far.
-        record_to: where every step is recorded, for `inflight trace` and `simulate`; None: nowhere. With several
-            replicas, each has a file of its own.
-        kv_events: where it is published which blocks the prefix cache holds, as vLLM does it (needs pyzmq); None:
-            nowhere. Several replicas have ports one after another.
-        replicas: how many engines run, each with all of the model, on cores of its own; "auto": one for each NUMA node.
-            Options are those of each engine; `kv_cache_memory`, unless given, is shared among them.
-        routing: which of several engines gets a request: "prefix" (where its first token is expected soonest: its
-            prefix cached, little to do), "least-loaded" or "round-robin".
+        in_process: run the engine in a thread of this process instead of its own process. `model` and `tokenizer` may
+            then be loaded objects, as for `LLM`.
+        restart_delays: seconds before each restart, for each tolerated crash in a row. After one more, every call
+            raises `EngineGivenUpError` until `stop()` is called.
+        starts_at_once: start the engine's process now, while this constructor loads, instead of with the first call.
+        step_timeout: seconds of silence after which an engine's process is killed, and counts as crashed; None: never.
+            Long steps get more: 50 times the longest so far.
+        record_to: where to record every step, for `inflight trace` and `simulate`; None: nowhere. Each replica has its
+            own file.
+        kv_events: where to publish events of the prefix cache, as vLLM does (needs pyzmq); None: nowhere. Replicas have
+            consecutive ports.
+        replicas: number of engines, each with the whole model, on its own cores; "auto": one per NUMA node. Options
+            apply to each engine; `kv_cache_memory`, unless given, is divided among them.
+        routing: how requests are routed to replicas: "prefix" (shortest expected time to first token), "least-loaded"
+            or "round-robin".
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Attributes:
-        config: the options, with all that were left out.
-        num_replicas: how many engines there are.
+        config: the options, defaults included.
+        num_replicas: number of engines.
         adapters: the folder or hub repository of each adapter, by its name.
 
     Raises:
-        ModelError: there is no such model, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
-            model show, and are raised, when the engine starts.
+        ModelError: the model does not exist, or its tokenizer cannot be loaded (a `ValueError`). Other faults of the
+            model are raised when the engine starts.
         ValueError: an option is unknown or out of range.
     """
 
@@ -120,7 +120,9 @@ class AsyncLLM(AsyncPoolingCalls):
         self.config = config
 
         def make() -> Engine:
-            from inflight.engine.engine import Engine  # with torch, which no caller of an engine's process needs
+            from inflight.engine.engine import (
+                Engine,
+            )  # imports torch, which a caller of an engine's process does not need
 
             return Engine(source, config, loaded)
 
@@ -147,27 +149,27 @@ class AsyncLLM(AsyncPoolingCalls):
         self._numbers = count()
         self._seeds = Seeds(config.seed)
         self.adapters = AdapterNames(config)
-        call_after(self, self._client.stop)  # an engine must not outlive its front
+        call_after(self, self._client.stop)  # the engine must not outlive its front
 
     # ------------------------------------------------------------------------------------- the engine
 
     async def start(self) -> None:
-        """Start the engine if it is not running, and wait until it is loaded; of several, until the first is. Raises
+        """Start the engine if it is not running, and wait until it (or the first replica) is loaded. Raises
         `ModelError`, `EngineDeadError`."""
         await self._session()
 
     async def stop(self) -> None:
-        """End the engine and wait until it has ended. Unfinished requests raise `EngineDeadError`."""
+        """Stop the engine and wait for its end. Unfinished requests raise `EngineDeadError`."""
         for session in self._client.stop():
             await asyncio.to_thread(session.join)
 
     async def reload_weights(self) -> None:
-        """Reload the model from its folder, without refusing a request: a new engine starts beside each, one after
-        another; once it is loaded, new requests go to it, and the old one ends with its last. Meanwhile both are in
-        memory. Tokenizer and options stay as they are.
+        """Reload the model from its folder without refusing requests: a new engine starts beside each old one, in turn;
+        once loaded, it takes new requests, and the old one ends with its last. Both are in memory meanwhile. Tokenizer
+        and options do not change.
 
         Raises:
-            ModelError, EngineDeadError: the model cannot be loaded any more; what has not been replaced yet stays.
+            ModelError, EngineDeadError: the model cannot be loaded; engines not yet replaced stay.
         """
         for replaced in self._client.replace():
             old = await asyncio.wrap_future(replaced)
@@ -176,25 +178,24 @@ class AsyncLLM(AsyncPoolingCalls):
         await self._session()
 
     async def load_adapter(self, name: str, source: str) -> None:
-        """Let requests ask for a LoRA adapter by this name from now on.
+        """Load a LoRA adapter under this name.
 
         Args:
             source: a folder or a hub repository, as PEFT writes it.
 
         Raises:
-            AdapterError: there is one of this name, it cannot be used with the model, or there was no option
-                `adapters`.
+            AdapterError: the name is taken, the adapter does not fit the model, or there was no option `adapters`.
             EngineDeadError: the engine died.
         """
         full = self.adapters.check_new(name, source)
         await self._session()
         for opened in self._client.open_adapter(full):
             await asyncio.wrap_future(opened)
-        self.adapters.check_new(name, source)  # another may have come first
+        self.adapters.check_new(name, source)  # another call may have been first
         self.adapters.add(name, full)
 
     async def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
+        """Unload an adapter; running requests keep it. Raises `AdapterError` if the name is unknown."""
         self._client.close_adapter(self.adapters.remove(name))
 
     async def __aenter__(self) -> Self:
@@ -207,17 +208,16 @@ class AsyncLLM(AsyncPoolingCalls):
         await self.stop()
 
     async def stats(self) -> EngineStats:
-        """What the engine has done since it was started, and what it holds now; of several, the sum. Waits for the step
-        that is running."""
+        """The engine's totals and current state, summed over replicas. Waits for the running step."""
         session = await self._session()
         each = [stats for stats in (await self.replica_stats()).values() if stats is not None]
         return replace(sum_of(each or [await _stats_of(session)]), num_crashes=self.num_crashes)
 
     async def replica_stats(self, seconds: float | None = None) -> dict[int, EngineStats | None]:
-        """The same for each engine that is running, by its number from 0. Starts none.
+        """The same for each running engine, by its number from 0. Starts none.
 
         Args:
-            seconds: how long to wait; None stands for an engine that has not answered by then.
+            seconds: how long to wait; an engine that does not answer in time gets None.
         """
         asked = {
             number: asyncio.ensure_future(asyncio.wait_for(_stats_of(session), seconds))
@@ -237,14 +237,14 @@ class AsyncLLM(AsyncPoolingCalls):
     async def watch(
         self, interval: float = 0.1, record_to: RecordTo | None = None
     ) -> AsyncGenerator[dict[int, LiveState], None]:
-        """Look at each engine that is running, by its number from 0, again and again without an end. Starts none.
+        """Poll each running engine, by its number from 0, without an end. Starts none.
 
-        Unwatched engines make no records; a look at 32 sequences takes a third of a millisecond. An engine is
-        missing while it is in a step of more than a second.
+        Unwatched engines make no records; a snapshot of 32 sequences takes a third of a millisecond. An engine is left
+        out while in a step of more than a second.
 
         Args:
-            interval: seconds from one look to the next.
-            record_to: where steps are recorded while this runs; see the constructor's.
+            interval: seconds between polls.
+            record_to: where to record steps while this runs; see the constructor.
         """
         check("interval", interval, Seconds)
 
@@ -256,7 +256,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 yield state
 
     def is_ready(self) -> bool:
-        """Whether the engine is loaded and running, or one of several is. Starts it if it is not, without waiting.
+        """Whether the engine, or a replica, is loaded and running. Starts it if not, without waiting.
 
         Raises `EngineGivenUpError` if it has died too often, `ModelError` if its model cannot be loaded."""
         started = self._client.start()
@@ -266,7 +266,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
     @property
     def num_crashes(self) -> int:
-        """How often an engine has died."""
+        """Number of crashes."""
         return self._client.num_crashes
 
     async def check_health(self) -> None:
@@ -275,12 +275,12 @@ class AsyncLLM(AsyncPoolingCalls):
 
     @property
     def model_info(self) -> ModelInfo:
-        """What was found out about the model at load, and how it is run. Known after the first start."""
+        """Facts about the model found at load, and how it runs. Available after the first start."""
         return self._known().model_info
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`. Known
-        after the first start."""
+        """Default parameters: the model's `generation_config`, else `SamplingParams()`. Available after the first
+        start."""
         return self._known().default_params
 
     # ------------------------------------------------------------------------------------- requests
@@ -296,23 +296,23 @@ class AsyncLLM(AsyncPoolingCalls):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate for one prompt. Yields the whole output so far, each time that it has grown.
+        """Generate for one prompt. Yields the whole output so far, each time it grows.
 
         Leaving the loop, or cancelling the task that runs it, aborts the request.
 
         Args:
             prompt: text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt").
-            sampling_params: None: the model's own defaults, and for a chat no limit of tokens.
-            request_id: its name for `abort`; None: a new one.
+            sampling_params: None: the model's defaults; for a chat, without a token limit.
+            request_id: its name for `abort`; None: a unique one.
             priority: lower runs first (if `policy="priority"`).
             cache_salt: only requests of the same salt share cached prefixes.
-            adapter: the name of the adapter that it has (`adapters`); None: the model as it is.
-            timeout: seconds from now after which it is aborted, if it has not finished.
+            adapter: the name of an adapter (`adapters`); None: the base model.
+            timeout: seconds after which it is aborted if unfinished.
 
         Raises:
-            InvalidRequestError: the prompt or a parameter is wrong, the `request_id` is in use, or there is no such
-                adapter.
-            QueueFullError: too many wait already (`max_num_waiting`).
+            InvalidRequestError: the prompt or a parameter is invalid, the `request_id` is in use, or the adapter is
+                unknown.
+            QueueFullError: too many wait (`max_num_waiting`).
             EngineDeadError: the engine died.
         """
         follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout)
@@ -331,7 +331,7 @@ class AsyncLLM(AsyncPoolingCalls):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Like `generate`, but yields only what is new; the last piece has the whole output."""
+        """Like `generate`, but yields deltas; the last one has the whole output."""
         follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout)
         async with aclosing(follow) as updates:
             async for _, deltas in updates:
@@ -350,7 +350,7 @@ class AsyncLLM(AsyncPoolingCalls):
         timeout: float | None = None,
         **template_options: Any,
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Like `generate`, for a chat that the tokenizer's chat template writes out.
+        """Like `generate`, for a chat, rendered by the tokenizer's chat template.
 
         Args:
             messages: dicts with "role" and "content".
@@ -403,9 +403,9 @@ class AsyncLLM(AsyncPoolingCalls):
             request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
             checked = list(request.prompt_token_ids)
             collector = Collector(call.request_id, text, checked, params, self.tokenizer)
-            if self.num_replicas > 1 and params.seed is None:  # engines would all begin with the same seed
+            if self.num_replicas > 1 and params.seed is None:  # all engines would begin with the same seed
                 params = replace(params, seed=self._seeds.next())
-            await self._session()  # it may have died meanwhile
+            await self._session()  # the engine may have died meanwhile
             is_background = request.priority == BACKGROUND
             root = Root(salt, adapter=source)
             with self._client.deliver(checked, root, params.n, in_background=is_background) as mailbox:
@@ -428,8 +428,8 @@ class AsyncLLM(AsyncPoolingCalls):
         return (await self._session()).ready.model_info
 
     async def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
-        """Run a request to its end. Cancelling this aborts it. Of its texts, about as many as two steps take are at the
-        engine at a time, so that those of other callers come in between."""
+        """Run a pooling request to its end. Cancelling this aborts it. At most about two steps' worth of its texts are
+        at the engine at a time, so that other callers' texts are interleaved."""
         await self._session()
         num_tokens = sum(len(text.token_ids) for text in request.texts)
         most = 2 * self.config.scheduling.max_num_batched_tokens * len(request.texts) // max(1, num_tokens)
@@ -442,7 +442,7 @@ class AsyncLLM(AsyncPoolingCalls):
                 each.cancel()
 
     async def _values_of(self, text: PooledText, places: asyncio.Semaphore) -> Values:
-        """The numbers of one text, once there is a place for it."""
+        """The numbers of one text, run when there is room."""
         async with places:
             await self._session()
             with self._client.deliver(text.token_ids, Root()) as mailbox:
@@ -461,7 +461,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
     @contextmanager
     def _call(self, request_id: str | None) -> Iterator[_Call]:
-        """A request that can be aborted by its id until the block ends."""
+        """Make a request abortable by its id until the block ends."""
         if request_id is None:
             request_id = f"request-{next(self._numbers)}"
         if request_id in self._calls:
@@ -486,7 +486,7 @@ class AsyncLLM(AsyncPoolingCalls):
 
 
 class _Call:
-    """A request as its caller knows it, and where it runs, once it does."""
+    """A caller's request, and where it runs."""
 
     def __init__(self, request_id: str) -> None:
         self.request_id = request_id
@@ -495,13 +495,13 @@ class _Call:
         self._address = ""
 
     def reach(self, session: Session, address: str) -> None:
-        """The request was sent to an engine. If it was aborted before, abort it there."""
+        """Note the engine that the request was sent to; if already aborted, abort it there."""
         self._session, self._address = session, address
         if self._is_aborted:
             self.abort()
 
     def abort(self) -> None:
-        """Abort the request, now or as soon as it runs."""
+        """Abort the request, now or once it runs."""
         self._is_aborted = True
         if self._session is not None:
             self._session.send(Abort(self._address))
@@ -513,14 +513,14 @@ async def _stats_of(session: Session) -> EngineStats:
 
 
 async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
-    """`read_prompt`; what must be tokenized, beside the event loop, because it may be long."""
+    """`read_prompt`; tokenizes outside the event loop, because the text may be long."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         return read_prompt(prompt, tokenizer)
     return await asyncio.get_running_loop().run_in_executor(_beside, read_prompt, prompt, tokenizer)
 
 
 def _merged(outputs: list[SequenceOutput]) -> list[SequenceOutput]:
-    """The outputs of several steps as if one step had given them: one for each sequence."""
+    """Merge the outputs of several steps: one for each sequence."""
     if len(outputs) == 1:
         return outputs
     of_index: dict[int, list[SequenceOutput]] = {}
@@ -530,7 +530,7 @@ def _merged(outputs: list[SequenceOutput]) -> list[SequenceOutput]:
 
 
 async def _taken_in(collector: Collector, outputs: list[SequenceOutput]) -> list[TextDelta]:
-    """Add news to a collector; a prompt's log-probabilities beside the event loop, because they are many."""
+    """Add outputs to a collector; a prompt's many log-probabilities outside the event loop."""
 
     def take_in() -> list[TextDelta]:
         return [collector.take_in(each) for each in outputs]

@@ -1,6 +1,6 @@
-"""`CallbackLLM`: the front for many callers without asyncio. It calls a function with each piece of a stream.
+"""`CallbackLLM`: the front for concurrent callers without asyncio. It calls a function with each delta of a stream.
 
-It is an `AsyncLLM` whose event loop runs in a thread of its own, where the functions are called one after another.
+It is an `AsyncLLM` whose event loop runs in its own thread, which calls the functions one after another.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ OnToken = Callable[[TextDelta], object]
 
 
 class CallbackLLM:
-    """A model that generates for many callers at once, and calls them back.
+    """A model that generates for many concurrent callers, and calls them back.
 
-    Arguments and errors are those of `AsyncLLM`. Any thread may call its methods, but `start`, `stop` and `stats` wait
-    and must not be called from a callback.
+    Arguments and errors are those of `AsyncLLM`. Thread-safe, but `start`, `stop` and `stats` block and must not be
+    called from a callback.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class CallbackLLM:
         self._wait(self._llm.start())
 
     def stop(self) -> None:
-        """End the engine, and wait until every unfinished request has had its last call."""
+        """Stop the engine, and wait until every unfinished request has had its last call."""
         if self._loop is None or self._thread is None:
             return
         self._wait(self._stop())
@@ -68,7 +68,7 @@ class CallbackLLM:
         self._loop = None
 
     def stats(self) -> EngineStats:
-        """What the engine has done since it was started, and what it holds now."""
+        """The engine's totals and current state."""
         return self._wait(self._llm.stats())
 
     def submit(
@@ -86,10 +86,9 @@ class CallbackLLM:
         """Queue a request, and return its id at once.
 
         Args:
-            on_token: called with each piece of its stream. Only the last call has `output` set; its sequences say why
-                they ended. If the request was refused or the engine died, `output` has no sequences, and its `error`
-                says why. The function should be quick, because others wait. If it raises, the error is logged and the
-                request aborted.
+            on_token: called with each delta. Only the last call has `output` set; its sequences say why they ended. If
+                the request was refused or the engine died, `output` has no sequences, and `error` says why. The
+                function should be quick: it delays others. If it raises, the error is logged and the request aborted.
             prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout: as for `AsyncLLM.generate`.
         """
         request_id = f"submitted-{next(self._numbers)}" if request_id is None else request_id
@@ -143,7 +142,7 @@ class CallbackLLM:
     def _wait(self, work: Coroutine[Any, Any, T]) -> T:
         if threading.current_thread() is self._thread:
             work.close()
-            raise RuntimeError("start(), stop() and stats() would hold up all callbacks; call them from another thread")
+            raise RuntimeError("start(), stop() and stats() would block all callbacks; call them from another thread")
         return asyncio.run_coroutine_threadsafe(work, self._running()).result()
 
 

@@ -1,4 +1,4 @@
-"""What counts as a prompt, and its token ids. Knows no request: admission says whether a prompt can run."""
+"""Reads prompts into token ids. Knows no request: admission decides whether a prompt can run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -15,7 +15,7 @@ Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
 
 TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-"""What a prompt may have besides its messages, for the chat template."""
+"""Keyword arguments for the chat template."""
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
@@ -43,7 +43,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None
 
 
 def _check_text(text: str) -> None:
-    """Raise `InvalidRequestError` for text with half of a surrogate pair, which no tokenizer takes."""
+    """Raise `InvalidRequestError` for text with a lone surrogate, which no tokenizer takes."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -54,13 +54,13 @@ def _check_text(text: str) -> None:
 
 
 def rendered_chat(prompt: Mapping[str, Any], tokenizer: Tokenizer | None) -> str:
-    """The text of a chat, which is to be encoded without further special tokens. Raises `InvalidRequestError`."""
+    """Render a chat as text, to be encoded without adding special tokens. Raises `InvalidRequestError`."""
     return _needed(tokenizer, "a chat").render_chat(_messages(prompt["messages"]), **_options(prompt))
 
 
 def default_params(prompt: Prompt, of_the_model: SamplingParams) -> SamplingParams:
-    """The parameters of a prompt that came without any: the model's own; but a chat's answer has no limit, and ends
-    where the model ends it, or where its context is full."""
+    """Default parameters of a prompt: the model's own; but a chat's answer has no token limit, and ends when the model
+    ends it or its context is full."""
     is_chat = isinstance(prompt, Mapping) and "messages" in prompt
     return replace(of_the_model, max_tokens=None) if is_chat else of_the_model
 

@@ -1,8 +1,7 @@
-"""`LLM`: the offline front. Prompts in, texts out; the calling thread waits for them.
+"""`LLM`: the offline front. Prompts in, texts out; the calling thread waits.
 
-Decides how the results of one call are put together. The engine runs in a thread of this process, or, with replicas or
-ranks, in processes; calls of several threads, and streams that are held, run in one batch there. An interrupt of a
-waiting caller aborts that caller's requests and touches nothing else.
+The engine runs in a thread of this process, or, with replicas or ranks, in processes; calls of several threads, and
+open streams, run in one batch there. An interrupted caller's requests are aborted; nothing else is affected.
 """
 
 import os
@@ -47,22 +46,21 @@ from inflight.text.tokenizer_files import load_tokenizer
 
 class LLM(PoolingCalls):
     """A model that generates for many prompts at once, or pools many texts (`embed`, `classify`, `score`), as its
-    checkpoint says; the option `task` decides otherwise. Threads may share it: their calls run in one batch.
+    checkpoint says; the option `task` overrides that. Thread-safe: concurrent calls run in one batch.
 
     Args:
         model: a hub id, a local folder, a GGUF file, or a loaded `PreTrainedModel`; None is the small embedded model.
-            Once it is loaded, nothing that happens to its files changes anything, except for what `inflight quantize`
-            wrote: that stays in its file. A loaded model stays the caller's; when its weights are changed, requests are
-            refused until `reload_weights`.
+            Once loaded, its files may change, except those written by `inflight quantize`, which stay mapped. A loaded
+            model stays the caller's; after changes of its weights, requests are refused until `reload_weights`.
         tokenizer: a hub id, a folder, or a loaded tokenizer; None: the one in the model's folder or repository. Without
             a tokenizer (a loaded model has none) prompts are token ids, and texts stay empty.
-        replicas: how many engines run, each with all of the model, in a process and on cores of its own; "auto": one
-            for each NUMA node. With 1 the engine runs in this process. With several, or with a `tensor_parallel_size`,
-            `model` and `tokenizer` are names.
+        replicas: number of engines, each with the whole model, in its own process, on its own cores; "auto": one per
+            NUMA node. With 1 the engine runs in this process. With several, or with a `tensor_parallel_size`, `model`
+            and `tokenizer` must be names.
         options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
 
     Attributes:
-        config: the options, with all that were left out.
+        config: the options, defaults included.
         adapters: the folder or hub repository of each adapter, by its name.
 
     Raises:
@@ -101,31 +99,30 @@ class LLM(PoolingCalls):
 
     @property
     def model_info(self) -> ModelInfo:
-        """What was found out about the model at load, and how it is run."""
+        """Facts about the model found at load, and how it runs."""
         return self._ready.model_info
 
     @property
     def engine(self) -> Engine:
-        """The engine in this process. Another thread runs it: look into it, or step it, while no request runs.
+        """The engine in this process. Another thread runs it: inspect or step it only while no request runs.
 
         Raises `RuntimeError` if it runs in other processes."""
         connection = self._client.start().result().connection
         if not isinstance(connection, ThreadConnection):
-            raise RuntimeError("the engine runs in another process, and cannot be looked into")
+            raise RuntimeError("the engine runs in another process, and cannot be inspected")
         return connection.engine
 
     def stats(self) -> EngineStats:
-        """What the engine has done since it was made, and what it holds now; of several, the sum. Waits for the step
-        that is running."""
+        """The engine's totals and current state, summed over replicas. Waits for the running step."""
         self._check_caller()
         self._client.start().result()
         answers = [session.ask(AskStats) for session in self._client.sessions().values()]
         return replace(sum_of([answer.result() for answer in answers]), num_crashes=self._client.num_crashes)
 
     def reload_weights(self) -> None:
-        """Reload the model: from its folder, or from the loaded model as it is now (after a step of training, say).
-        New requests get a new engine, with an empty prefix cache; a stream that has not ended goes on with the old
-        weights. Meanwhile there are two models in memory.
+        """Reload the model from its folder, or from the loaded model's current weights (after a training step, say).
+        New requests get a new engine, with an empty prefix cache; open streams keep the old weights. Two models are in
+        memory meanwhile.
 
         Raises:
             ModelError: the model cannot be loaded; the old one stays.
@@ -141,14 +138,14 @@ class LLM(PoolingCalls):
         self._admission = Admission(self.config, self.model_info, self.tokenizer)
 
     def load_adapter(self, name: str, source: str | os.PathLike[str]) -> None:
-        """Let requests ask for a LoRA adapter by this name from now on.
+        """Load a LoRA adapter under this name.
 
         Args:
             source: a folder or a hub repository, as PEFT writes it.
 
         Raises:
-            AdapterError: there is one of this name, it cannot be used with the model, or there was no option
-                `adapters` (a `ValueError`).
+            AdapterError: the name is taken, the adapter does not fit the model, or there was no option `adapters` (a
+                `ValueError`).
         """
         full = self.adapters.check_new(name, os.fspath(source))
         self._check_caller()
@@ -158,17 +155,17 @@ class LLM(PoolingCalls):
         self.adapters.add(name, full)
 
     def unload_adapter(self, name: str) -> None:
-        """Forget an adapter. Requests that have it keep it. Raises `AdapterError` if there is none of this name."""
+        """Unload an adapter; running requests keep it. Raises `AdapterError` if the name is unknown."""
         self._client.close_adapter(self.adapters.remove(name))
 
     def cache_prefix(self, prompt: Prompt, adapter: str | None = None) -> int:
-        """Compute a prompt, or find it, wait until it is saved in `prefix_cache_dir`, and pin it there: every engine of
-        the same model restores it from there, and it stays, however long it is unused. Returns how many of its
-        tokens lie in full blocks, which alone are kept.
+        """Compute a prompt, save it in `prefix_cache_dir` and pin it there: every engine of the same model can load it,
+        and it is never evicted. Returns how many of its tokens are in full blocks; only those are saved.
 
         Raises:
-            ValueError: there is no `prefix_cache_dir`, the prompt is none, or half of `prefix_cache_size` is pinned.
-            OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` small.
+            ValueError: there is no `prefix_cache_dir`, the prompt is invalid, or half of `prefix_cache_size` is pinned.
+            OSError: the folder cannot be used, or not all was saved: the disk is full, or `prefix_cache_size` too
+                small.
         """
         if self.config.prefix_cache.folder is None:
             raise ValueError("there is no prefix_cache_dir to keep a prefix in")
@@ -184,7 +181,7 @@ class LLM(PoolingCalls):
         return num_tokens - num_tokens % self.config.kv_cache.block_size
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """The parameters used when none are given: the model's `generation_config`, else `SamplingParams()`."""
+        """Default parameters: the model's `generation_config`, else `SamplingParams()`."""
         if self.model_info.pooling is not None:
             raise refusal_to_generate(self.model_info)
         return self._ready.default_params
@@ -202,14 +199,13 @@ class LLM(PoolingCalls):
         Args:
             prompts: one or many, each text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages"
                 (and "cache_salt": only prompts of the same salt share cached prefixes).
-            sampling_params: for all, or one for each prompt; None: the model's own defaults.
-            use_tqdm: show a progress bar with tokens a second on standard error.
+            sampling_params: for all, or one for each prompt; None: the model's defaults.
+            use_tqdm: show a progress bar with tokens per second on standard error.
             priority: one for each prompt; lower runs first (if `policy="priority"`). None: the same for all.
-            adapter: the name of the adapter that all have (`adapters`), or one for each prompt; None: the model as it
-                is.
+            adapter: the name of an adapter (`adapters`) for all, or one for each prompt; None: the base model.
 
         Raises:
-            InvalidRequestError: a prompt or parameter is wrong (a `ValueError` that names its index).
+            InvalidRequestError: a prompt or parameter is invalid (a `ValueError` that names its index).
         """
         stream = self._open_stream(prompts, sampling_params, priority, adapter)
         with closing(self._run(stream, streams=False)) as deltas:  # an interrupt leaves nothing running
@@ -225,12 +221,12 @@ class LLM(PoolingCalls):
         adapter: str | Sequence[str | None] | None = None,
         **template_options: Any,
     ) -> list[RequestOutput]:
-        """Answer one chat or many, written out by the tokenizer's chat template.
+        """Answer one chat or many, rendered by the tokenizer's chat template.
 
         Args:
             messages: one chat or many, each a list of dicts with "role" and "content".
-            sampling_params: for all, or one for each chat; None: the model's own defaults, without a limit of tokens:
-                an answer ends where the model ends it, or where its context is full.
+            sampling_params: for all, or one for each chat; None: the model's defaults, without a token limit: an answer
+                ends when the model ends it or its context is full.
             adapter: as for `generate`.
             template_options: `chat_template` (Jinja, instead of the tokenizer's), `tools` (JSON schemas),
                 `add_generation_prompt`, `continue_final_message`, `chat_template_kwargs` (variables of the template).
@@ -249,7 +245,7 @@ class LLM(PoolingCalls):
         priority: Sequence[int] | None = None,
         adapter: str | Sequence[str | None] | None = None,
     ) -> Generator[TextDelta, None, None]:
-        """Like `generate`, but yields each piece of text as it is made, all prompts interleaved.
+        """Like `generate`, but yields deltas as they are generated, all prompts interleaved.
 
         Prompts are checked before this returns. Closing the generator aborts what is unfinished.
         """
@@ -349,14 +345,14 @@ class LLM(PoolingCalls):
         return request.finish([values[each.request.request_id] for each in accepted])
 
     def _check_caller(self) -> None:
-        """Refuse calls that would wait for ever."""
+        """Refuse calls that would deadlock."""
         for session in self._client.sessions().values():
             connection = session.connection
             if isinstance(connection, ThreadConnection) and connection.thread is threading.current_thread():
-                raise RuntimeError("this LLM is in the middle of a step: an observer or a hook cannot call it")
+                raise RuntimeError("this LLM is running a step: an observer or a hook cannot call it")
         if self._process_id != os.getpid():
             raise RuntimeError(
-                "this process was forked from one that had loaded the model, and the threads that compute were not; "
+                "this process was forked from one that had loaded the model, without its compute threads; "
                 "make the LLM in the child, or start the child with multiprocessing's method 'spawn'"
             )
 
@@ -365,7 +361,7 @@ class _Stream:
     """The requests of one call.
 
     Args:
-        is_one: whether the caller gave a prompt, and not a list of them.
+        is_one: whether the caller gave a single prompt instead of a list.
     """
 
     def __init__(self, is_one: bool) -> None:
@@ -374,19 +370,19 @@ class _Stream:
         self._is_one = is_one
 
     def refusal(self, index: int, error: InvalidRequestError) -> InvalidRequestError:
-        """What the caller gets if a prompt is refused."""
+        """The error for the caller if a prompt is refused."""
         return error if self._is_one else type(error)(f"prompt {index}: {error}")
 
 
 def _client_in_thread(make: Callable[[], Engine]) -> EngineClient:
-    """A client of an engine in this process. The first engine is made here, so that its errors are raised as they are;
+    """A client of an engine in this process. The first engine is made here, so that its errors are raised unchanged;
     later ones are made in their threads."""
     first = [make()]
     return EngineClient.in_thread(lambda: first.pop() if first else make(), is_offline=True)
 
 
 def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:
-    """What was given for each prompt. Raises `InvalidRequestError` unless it is a list of `number` entries."""
+    """Check an option given per prompt. Raises `InvalidRequestError` unless it is a list of `number` entries."""
     if not isinstance(given, Sequence):
         raise InvalidRequestError(f"{name} is {given!r}; it must be a list with one {name} for each prompt")
     if len(given) != number:

@@ -1,9 +1,8 @@
-"""`OfflineCall`: the requests of one call that waits for them, at the engines of a client.
+"""`OfflineCall`: runs the requests of one synchronous call on a client's engines.
 
-With one engine all are sent at once, so that its next step finds all of them. With several they are sent as places
-become free, so that none waits at a busy engine while another has nothing to do. The requests of an engine that has
-died run again elsewhere: as the same request gives the same tokens everywhere, those that were received before are left
-out.
+With one engine all are sent at once. With several they are sent as slots become free, so that none waits at a busy
+engine while another is idle. Requests of a dead engine run again elsewhere: since they give the same tokens everywhere,
+tokens already received are skipped.
 """
 
 import threading
@@ -24,17 +23,17 @@ from inflight.engine.process.session import Mail, Mailbox, Session
 from inflight.host.garbage_collection import call_soon
 
 IN_WORK_FOR_EACH_SLOT = 2
-"""So that another request waits where one gives its slot back."""
+"""Requests queued per engine beyond its slots, so that a freed slot is filled at once."""
 MOST_DEATHS = 2
-"""A request whose engine has died this often ends with an error."""
+"""After this many crashes of its engine, a request ends with an error."""
 
 
 SECONDS_BETWEEN = 0.1
-"""How often a caller who does not stream gets what sequences have gained: to draw a progress bar, for example."""
+"""Seconds between outputs for a caller who does not stream, to draw a progress bar, for example."""
 
 
 class RefusedRequestError(Exception):
-    """An engine has refused a request. The cause says why.
+    """An engine refused a request; `__cause__` says why.
 
     Attributes:
         request_id: of the request.
@@ -47,13 +46,13 @@ class RefusedRequestError(Exception):
 
 @dataclass(slots=True, eq=False)
 class _Request:
-    """A request that has not ended.
+    """An unfinished request.
 
     Attributes:
         num_received: by sequence, how many tokens the caller has.
-        num_given: by sequence, how many the engine has given where the request runs now.
+        num_given: by sequence, how many tokens the current engine has given.
         ended: the sequences whose end the caller has received.
-        place: what is left when the request ends or moves.
+        place: closed when the request ends or moves.
     """
 
     accepted: AcceptedRequest
@@ -66,13 +65,13 @@ class _Request:
 
 
 class OfflineCall:
-    """One thread uses it, and nothing of it is shared: an exception in that thread, wherever it comes, harms no other.
+    """Used by one thread and sharing nothing, so an exception in that thread, wherever raised, harms no other.
 
     Args:
-        requests: what to run; their ids differ.
+        requests: the requests; their ids differ.
         num_slots: how many sequences each engine runs at once.
-        streams: whether the caller wants each token at once. If not, it is woken by the first tokens and the ends of
-            sequences, and else ten times a second: each time it competes with the engine for the interpreter.
+        streams: whether the caller wants each token at once. If not, it is woken only by first tokens, ends of
+            sequences, and ten times a second, because it competes with the engine for the GIL.
     """
 
     def __init__(
@@ -88,12 +87,12 @@ class OfflineCall:
         self._take = self._mail.put if streams else self._gather
         self._lock = threading.Lock()
         self._held: dict[tuple[Mailbox, int], list[SequenceOutput]] = {}
-        """Of each sequence that has begun and has not ended: what its caller has not got yet."""
+        """Outputs of unfinished sequences not yet given to the caller."""
         self._due = 0.0
 
     def outputs(self) -> Generator[tuple[str, SequenceOutput], None, None]:
-        """Run the requests, and yield what steps give their sequences, each with the request's id, until all have
-        ended. Leaving this early aborts the rest.
+        """Run the requests, and yield their outputs, each with the request's id, until all have ended. Closing this
+        early aborts the rest.
 
         Raises:
             RefusedRequestError: a request cannot be run.
@@ -113,7 +112,7 @@ class OfflineCall:
     # ------------------------------------------------------------------------------------- to the engines
 
     def _send_backlog(self) -> None:
-        """Send what there is room for. Engines that have died start again meanwhile."""
+        """Send requests while there is room. Dead engines restart meanwhile."""
         while self._backlog:
             self._client.start().result()
             commands: dict[Session, list[Generate]] = {}
@@ -123,7 +122,7 @@ class OfflineCall:
                     self._backlog.popleft()
                     commands.setdefault(session, []).append(command)
             except EngineDeadError:
-                pass  # the next round starts it
+                pass  # the next round restarts it
             for session, of_session in commands.items():
                 session.send(GenerateMany(of_session))
             if not self._has_room():
@@ -136,7 +135,7 @@ class OfflineCall:
         return self._num_in_work < max(1, IN_WORK_FOR_EACH_SLOT * self._num_slots * num_running)
 
     def _deliver(self, request: _Request) -> tuple[Session, Generate]:
-        """Find an engine for a request. Returns it, with what is to be sent there."""
+        """Choose an engine for a request. Returns it, with the command to send."""
         accepted = request.accepted.request
         prompt, salt, source = list(accepted.prompt_token_ids), accepted.cache_salt, request.accepted.adapter_source
         deliver = self._client.deliver(prompt, Root(salt, adapter=source), accepted.num_sequences, self._take)
@@ -149,8 +148,8 @@ class OfflineCall:
         return request.mailbox.session, command
 
     def _abort(self) -> None:
-        """Abort what has not ended. The garbage collector may call this in any thread, in the middle of anything: so it
-        sends what takes no lock, and leaves the rest to a thread that does nothing else."""
+        """Abort unfinished requests. The garbage collector may call this at any point of any thread: so it takes no
+        lock, and leaves the rest to a dedicated thread."""
         for request in self._requests.values():
             if request.mailbox is not None:
                 request.mailbox.session.send(Abort(request.mailbox.address))
@@ -160,7 +159,7 @@ class OfflineCall:
     # ------------------------------------------------------------------------------------- from the engines
 
     def _gather(self, mail: Mail) -> None:
-        """Hold back outputs that the caller does not need yet. Runs in the threads that listen to engines."""
+        """Buffer outputs that the caller does not need yet. Runs in the threads that listen to engines."""
         ready: Mail = []
         with self._lock:
             for mailbox, letter in mail:
@@ -185,7 +184,7 @@ class OfflineCall:
             self._mail.put(ready)
 
     def _take_in(self, request: _Request, letter: object) -> Iterable[SequenceOutput]:
-        """Take in what an engine says of a request. Returns what is new for the caller."""
+        """Process a message about a request. Returns new outputs for the caller."""
         if isinstance(letter, SequenceOutput):
             return self._receive(request, letter)
         self._leave(request)
@@ -220,7 +219,7 @@ class OfflineCall:
         return (replace(output, new_token_ids=new, scores=scores, prompt_scores=prompt_scores),)
 
     def _run_again(self, request: _Request, error: EngineDeadError) -> Iterable[SequenceOutput]:
-        """Its engine has died."""
+        """Handle the death of its engine."""
         request.num_deaths += 1
         request.num_given.clear()
         if request.num_deaths < MOST_DEATHS:

@@ -1,4 +1,4 @@
-"""What a front offers if its model pools: calls that wait (`PoolingCalls`), and ones to await (`AsyncPoolingCalls`)."""
+"""The fronts' methods for models that pool: synchronous (`PoolingCalls`) and asynchronous (`AsyncPoolingCalls`)."""
 
 import asyncio
 from abc import ABC, abstractmethod
@@ -24,7 +24,7 @@ Result = TypeVar("Result")
 class PoolingCalls(ABC):
     """Embeddings, labels and scores of a model that pools. Texts are given as text or as token ids, one or many.
 
-    Whatever is wrong with them is an `InvalidRequestError` that names the text; nothing has run then. Texts longer than
+    An invalid text raises an `InvalidRequestError` that names it, before anything runs. Texts longer than
     `model_info.max_model_len` tokens are refused, or cut to `truncate_prompt_tokens` (-1: to that length).
     """
 
@@ -33,7 +33,7 @@ class PoolingCalls(ABC):
     @property
     @abstractmethod
     def model_info(self) -> ModelInfo:
-        """What was found out about the model at load."""
+        """Facts about the model found at load."""
 
     @abstractmethod
     def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
@@ -53,9 +53,9 @@ class PoolingCalls(ABC):
         Args:
             prompt_name: one of the model's own prompts, which texts then begin with (`model_info.pooling.prompts`);
                 None: its default one, if it has one.
-            prompt: another beginning of all texts.
-            dimensions: how many of a vector's first numbers to keep, and make it one of length 1 again if the model's
-                are (for models that were trained for that); None: all.
+            prompt: another prompt for all texts.
+            dimensions: keep only this many first numbers of a vector, renormalised if the model's vectors are (for
+                models trained for that); None: all.
         """
         request = embed_request(
             texts,
@@ -69,7 +69,7 @@ class PoolingCalls(ABC):
         return self._pool(request)
 
     def classify(self, texts: Texts, *, truncate_prompt_tokens: int | None = None) -> list[ClassificationOutput]:
-        """A number for each of the model's labels, for each text."""
+        """Classify texts: a number for each label, for each text."""
         return self._pool(classify_request(texts, self.tokenizer, self.model_info, truncate=truncate_prompt_tokens))
 
     def score(
@@ -80,11 +80,11 @@ class PoolingCalls(ABC):
         instruction: str | None = None,
         truncate_prompt_tokens: int | None = None,
     ) -> list[ScoreOutput]:
-        """How well texts fit each other: the only one of `first` with each of `second`, or each with its counterpart. A
-        reranker takes queries first, then documents; embeddings are compared.
+        """Score pairs of texts: one text of `first` with each of `second`, or each with its counterpart. A reranker
+        takes queries first, then documents; an embedding model compares vectors.
 
         Args:
-            instruction: what a reranker shall look for (Qwen3-Reranker); None: its usual one.
+            instruction: the task of a reranker (Qwen3-Reranker); None: its default.
         """
         request = score_request(
             first,
@@ -98,13 +98,13 @@ class PoolingCalls(ABC):
 
 
 class AsyncPoolingCalls(ABC):
-    """The same for many callers at once; see `PoolingCalls`."""
+    """The same for concurrent callers; see `PoolingCalls`."""
 
     tokenizer: Tokenizer | None
 
     @abstractmethod
     async def _loaded_info(self) -> ModelInfo:
-        """What was found out about the model, once it is loaded."""
+        """Facts about the model, once loaded."""
 
     @abstractmethod
     async def _pool(self, request: PoolingRequest[Output]) -> list[Output]:
@@ -164,5 +164,5 @@ _beside = ThreadPoolExecutor(1, "inflight: reading texts")
 
 
 async def run_beside(work: Callable[[], Result]) -> Result:
-    """Do what takes a while beside the event loop: tokenizing."""
+    """Tokenize outside the event loop."""
     return await asyncio.get_running_loop().run_in_executor(_beside, work)

@@ -1,4 +1,4 @@
-"""What a caller asks of a model that pools: which texts have to run, and what is made of their numbers."""
+"""Pooling requests: the texts to run, and how results are computed from their numbers."""
 
 from array import array
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ Texts: TypeAlias = Text | Sequence[Text]
 
 @dataclass(frozen=True, slots=True)
 class PoolingRequest(Generic[Output]):
-    """Texts to run, and what is made of the numbers that each of them gets."""
+    """Texts to run, and a function of the numbers that each of them gets."""
 
     texts: list[PooledText]
     finish: Callable[[Sequence[Values]], list[Output]]
@@ -39,13 +39,12 @@ def embed_request(
     dimensions: int | None = None,
     truncate: int | None = None,
 ) -> PoolingRequest[EmbeddingOutput]:
-    """A vector for each text. Raises `InvalidRequestError`.
+    """Embed each text. Raises `InvalidRequestError`.
 
     Args:
         prompt_name: of the model's own prompts, which the texts begin with.
         prompt: another one.
-        dimensions: how many of a vector's first numbers are wanted; it is then made one of length 1 again, if the
-            model's are. None: all.
+        dimensions: keep this many first numbers of a vector, renormalised if the model's vectors are. None: all.
         truncate: see `TextReader`.
     """
     plan = plan_for(info, "embeds", "embed")
@@ -65,7 +64,7 @@ def embed_request(
 def classify_request(
     texts: Texts, tokenizer: Tokenizer | None, info: ModelInfo, *, truncate: int | None = None
 ) -> PoolingRequest[ClassificationOutput]:
-    """A number for each label, for each text. Raises `InvalidRequestError`."""
+    """Classify each text: a number for each label. Raises `InvalidRequestError`."""
     plan = plan_for(info, "classifies", "classify")
     reader = TextReader(tokenizer, info, truncate)
     read = _read(as_list(texts), reader.single)
@@ -94,7 +93,7 @@ def score_request(
     Raises `InvalidRequestError`.
 
     Args:
-        instruction: of a reranker; None: its usual one.
+        instruction: of a reranker; None: its default.
     """
     plan = plan_for(info, "scores", "embed", "classify", "rerank")
     if plan.task == "classify" and len(plan.labels) != 1:
@@ -147,7 +146,7 @@ def _similarity_request(
 
 
 def plan_for(info: ModelInfo, does: str, *tasks: str) -> PoolingPlan:
-    """The plan of a model that is asked to do one of `tasks`. Raises `InvalidRequestError` if it does not."""
+    """Return the model's pooling plan. Raises `InvalidRequestError` unless it is for one of `tasks`."""
     if info.pooling is None:
         raise InvalidRequestError(f"{info.model_class} generates text; it {does} nothing (see the option task)")
     if info.pooling.task not in tasks:

@@ -1,4 +1,4 @@
-"""`TextReader`: texts and pairs of texts become tokens, as `sentence-transformers` and a model's card have it."""
+"""`TextReader`: tokenizes texts and pairs, as `sentence-transformers` and a model's card do."""
 
 from collections.abc import Sequence
 from numbers import Integral
@@ -18,7 +18,7 @@ BEFORE = (
     'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
 )
 AFTER = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-"""What Qwen3-Reranker's card puts around a query and a document."""
+"""Qwen3-Reranker's template around a query and a document."""
 
 
 class TextReader:
@@ -46,7 +46,7 @@ class TextReader:
         self._most = info.max_model_len if truncate == -1 else truncate
 
     def single(self, text: Text, prompt: str = "") -> PooledText:
-        """A text after a prompt; token ids have none. Raises `InvalidRequestError` if it cannot run."""
+        """Read a text after a prompt (token ids have none). Raises `InvalidRequestError` if it cannot run."""
         if not isinstance(text, str):
             return self._checked(PooledText(self._token_ids(text)[: self._most]))
         self._check(text)
@@ -54,7 +54,7 @@ class TextReader:
         return self._checked(PooledText(self._encoded(prompt + text), None, prompt_length))
 
     def pair(self, first: Text, second: Text, instruction: str | None = None) -> PooledText:
-        """Two texts that go through the model together. Raises `InvalidRequestError` if they cannot run.
+        """Read a pair of texts that run together. Raises `InvalidRequestError` if they cannot run.
 
         Args:
             instruction: of a reranker; None: its usual one.
@@ -88,7 +88,7 @@ class TextReader:
         return self._tokenizer.encode_pair(self._written(text), None, self._most)[0]
 
     def _prompt_length(self, prompt: str) -> int:
-        """How many tokens a prompt is before a text, without the special token that may end a text."""
+        """The number of tokens of a prompt, without the special token that may end a text."""
         token_ids = self._tokenizer.encode(self._written(prompt))
         ends = bool(token_ids) and token_ids[-1] in self._tokenizer.inner.all_special_ids
         return len(token_ids) - ends

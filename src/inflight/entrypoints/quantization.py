@@ -1,4 +1,4 @@
-"""`quantize`: writes a model with weights of a few bits, as a checkpoint that loads at once."""
+"""`quantize`: writes a quantized checkpoint that loads without conversion."""
 
 import os
 from dataclasses import dataclass
@@ -24,11 +24,11 @@ FORMATS = ("int4", "int8")
 
 @dataclass(frozen=True, slots=True)
 class QuantizedWeight:
-    """What became of a weight.
+    """The result for one weight.
 
     Attributes:
         before, after: a dtype, or the name of a format's type.
-        bytes_before, bytes_after: that it takes.
+        bytes_before, bytes_after: its size.
     """
 
     name: str
@@ -48,7 +48,7 @@ def quantize(
     revision: str | None = None,
     use_tqdm: bool = True,
 ) -> list[QuantizedWeight]:
-    """Write `model` with its linear layers and experts in 4 or 8 bits. Weights of a few bits keep those that they have.
+    """Write `model` with its linear layers and experts in 4 or 8 bits. Already quantized weights are kept.
 
     Args:
         model: a hub id, a folder, or a GGUF file.
@@ -59,11 +59,10 @@ def quantize(
         revision: branch, tag or commit of a hub repository.
         use_tqdm: whether to show a progress bar.
 
-    Returns what became of each weight, in the order of the model.
+    Returns the result for each weight, in the order of the model.
 
     Raises:
-        ModelError: the model cannot be loaded, its class is not one of `transformers`, or the folder has something in
-            it.
+        ModelError: the model cannot be loaded, its class is not one of `transformers`, or the folder is not empty.
         ValueError: an option is unknown or out of range.
     """
     if format not in FORMATS:

@@ -36,7 +36,7 @@ BYTES_AHEAD = 2**26
 
 @dataclass(slots=True)
 class BlockLoading:
-    """Blocks that are being loaded; see `contracts.block_store.BlockLoading`."""
+    """Blocks that are being loaded; see `contracts.block_store.Loading`."""
 
     blocks: Sequence[tuple[BlockContent, int]]
     num_loaded: int = 0

@@ -1,1 +1,1 @@
-"""Which tokens run next. Pure Python: knows tokens and blocks, never a tensor, a text or a clock."""
+"""Chooses the tokens of each step. Pure Python: knows tokens and blocks, never a tensor, a text or a clock."""

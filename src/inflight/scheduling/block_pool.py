@@ -1,6 +1,6 @@
-"""`BlockPool`: which sequences hold which block of the cache, and which block is evicted for another.
+"""`BlockPool`: allocates, shares and evicts the cache's blocks.
 
-A block is used (some table names it), cached (none does, but its content can still be found), or free:
+A block is used (referenced by a table), cached (unreferenced, but its content can still be found), or free:
 
 | state  | named by tables | found by content | becomes                                                            |
 |--------|-----------------|------------------|--------------------------------------------------------------------|
@@ -8,12 +8,12 @@ A block is used (some table names it), cached (none does, but its content can st
 | used   | one or more     | perhaps          | cached or free, when the last table gives it back                  |
 | cached | none            | yes              | used again, when a prefix is found; free or used, when it is evicted |
 
-A growing sequence takes, in this order: free blocks that were used before; blocks that were never used, so that storage
-which the operating system commits on first touch grows only as far as needed; cached blocks, least recently used first.
-A sequence gives its last blocks back first, so a prefix outlives what follows it.
+A growing sequence takes, in this order: free blocks used before; blocks never used, so that storage which the operating
+system commits on first touch grows only as needed; cached blocks, least recently used first. A sequence frees its last
+blocks first, so a prefix outlives its continuations.
 
-A sequence has a table in each cache group. A group that keeps only a window lets go of blocks that have left it. All
-groups take from the same blocks, so what one group does not need the others can have.
+A sequence has a table in each cache group. A group that keeps only a window frees blocks that have left it. All groups
+share the pool.
 """
 
 from array import array
@@ -39,7 +39,7 @@ class BlockPool:
         self.layout = layout
         self.block_size = layout.block_size
         self.lets_go = any(group != ALL_TOKENS for group in layout.groups)
-        """Whether any group lets go of blocks."""
+        """Whether any group frees blocks behind a window."""
         self._num_references = [0] * num_blocks
         self._num_times_taken = [0] * num_blocks
         self._free: deque[int] = deque()
@@ -49,22 +49,22 @@ class BlockPool:
 
     @property
     def num_available(self) -> int:
-        """Blocks that no table names: free or cached."""
+        """Unreferenced blocks: free or cached."""
         return self.num_free + len(self._cached)
 
     @property
     def num_free(self) -> int:
-        """Blocks that no table names and whose content cannot be found."""
+        """Unreferenced blocks without known content."""
         return len(self._free) + self.num_blocks - self._num_touched
 
     @property
     def num_cached(self) -> int:
-        """Blocks that no table names and whose content can still be found."""
+        """Unreferenced blocks whose content can still be found."""
         return len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks that some table names."""
+        """Referenced blocks."""
         return self.num_blocks - self.num_available
 
     # ------------------------------------------------------------------------------------- holding blocks
@@ -74,8 +74,8 @@ class BlockPool:
         return tuple(array("i") for _ in self.layout.groups)
 
     def grow(self, tables: BlockTables, num_tokens: int) -> bool:
-        """Extend tables until they have room for `num_tokens` tokens. False if too few blocks are available: then
-        nothing has changed."""
+        """Extend tables to hold `num_tokens` tokens. Returns False, changing nothing, if too few blocks are
+        available."""
         num_missing = -(-num_tokens // self.block_size) - len(tables[0])
         if num_missing <= 0:
             return True
@@ -87,15 +87,15 @@ class BlockPool:
         return True
 
     def shrink(self, tables: BlockTables, num_tokens: int) -> None:
-        """Give back the blocks that `num_tokens` tokens do not need, the last blocks first."""
+        """Free the blocks beyond `num_tokens` tokens, last first."""
         num_blocks = -(-num_tokens // self.block_size)
         for table in tables:
             while len(table) > num_blocks:
                 self._drop(table.pop())
 
     def share(self, tables: BlockTables, num_tokens: int, blocks: Sequence[Sequence[int]]) -> None:
-        """Extend tables to `num_tokens` tokens with blocks that other tables name or that are cached; blocks that no
-        query will see any more become `NO_BLOCK`.
+        """Extend tables to `num_tokens` tokens with shared or cached blocks; blocks that no later query sees become
+        `NO_BLOCK`.
 
         Args:
             blocks: for each group, the blocks that follow the table's last.
@@ -111,7 +111,7 @@ class BlockPool:
                     table.append(block)
 
     def release_before(self, tables: BlockTables, position: int) -> None:
-        """Give up the blocks that no query at this position or after it can see."""
+        """Free the blocks that no query at this position or after it can see."""
         for group, table in zip(self.layout.groups, tables, strict=True):
             index = min(group.first_visible(position) // self.block_size, len(table)) - 1
             while index >= 0 and table[index] != NO_BLOCK:
@@ -120,18 +120,18 @@ class BlockPool:
                 index -= 1
 
     def holds(self, tables: BlockTables, position: int) -> bool:
-        """Whether the tables have everything that a query at this position sees, as far as they reach."""
+        """Whether the tables, as far as they reach, have all blocks that a query at this position sees."""
         firsts = (group.first_visible(position) // self.block_size for group in self.layout.groups)
         return all(table[first : first + 1] != _NOTHING for first, table in zip(firsts, tables, strict=True))
 
     def replace(self, table: BlockTable, index: int, block: int) -> None:
-        """Name `block` instead of the block at `index`, which has the same content."""
+        """Replace the block at `index` by `block`, which has the same content."""
         self._hold(block)
         self._drop(table[index])
         table[index] = block
 
     def release(self, tables: BlockTables) -> None:
-        """Give back one reference to each block of `tables`, the last blocks first, and empty the tables."""
+        """Drop one reference to each block of `tables`, last first, and empty the tables."""
         for blocks in zip(*map(reversed, tables), strict=True):
             for block in blocks:
                 if block != NO_BLOCK:
@@ -140,53 +140,52 @@ class BlockPool:
             del table[:]
 
     def num_holders(self, block: int) -> int:
-        """How many tables name this block."""
+        """The block's reference count."""
         return self._num_references[block]
 
     def holders(self) -> bytes:
-        """A byte for each block: 0 if it is free, 1 if it is cached, else one more than there are tables that name it,
-        at most 255."""
+        """A byte for each block: 0: free; 1: cached; else its reference count plus 1, at most 255."""
         states = bytearray(number and min(number + 1, 255) for number in self._num_references)
         for block in self._cached:
             states[block] = 1
         return bytes(states)
 
     def num_times_taken(self, block: int) -> int:
-        """How often this block was taken for new content: as long as that stays the same, so does a full block. Any
-        thread may ask."""
+        """How often this block was reallocated: while this stays the same, so does a full block's content.
+        Thread-safe."""
         return self._num_times_taken[block]
 
     # ------------------------------------------------------------------------------------- finding content
 
     def watch(self, watch: CacheWatch) -> None:
-        """Report what can be found from now on."""
+        """Report changes of the prefix cache to a watch."""
         self._prefix_cache.watch = watch
 
     def find(self, key: Key) -> PrefixNode | None:
-        """The prefix cache's node of this key, if there is one."""
+        """The prefix cache's node of this key, if any."""
         return self._prefix_cache.find(key)
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The node whose content a block holds, if it can be found."""
+        """The node of a block's content, if known."""
         return self._prefix_cache.node_of(block)
 
     def add(self, key: Key) -> PrefixNode:
-        """Make a node for a new key; `remember` gives it its blocks."""
+        """Add a node for a new key; `remember` gives it blocks."""
         return self._prefix_cache.add(key)
 
     def remember(self, node: PrefixNode, group: int, block: int) -> None:
-        """Let the content of a used block be found from now on; the node must have no block in this group yet."""
+        """Register a used block as a node's; the node must have no block in this group yet."""
         self._prefix_cache.put(node, group, block)
 
     def forget(self, block: int) -> None:
-        """Let a block's content be found no more."""
+        """Remove a block from the prefix cache."""
         self._prefix_cache.forget(block)
         if block in self._cached:
             del self._cached[block]
             self._free.append(block)
 
     def forget_all(self) -> None:
-        """Let no cached block be found any more."""
+        """Free all cached blocks."""
         for block in list(self._cached):
             self.forget(block)
 
@@ -212,7 +211,7 @@ class BlockPool:
 
     def _drop(self, block: int) -> None:
         if self._num_references[block] < 1:
-            raise RuntimeError(f"block {block} was given back more often than it was taken")
+            raise RuntimeError(f"block {block} was freed more often than it was taken")
         self._num_references[block] -= 1
         if self._num_references[block] == 0:
             if block in self._prefix_cache:
@@ -221,7 +220,7 @@ class BlockPool:
                 self._free.append(block)
 
     def check(self, sequences: Iterable[BlockTables]) -> None:
-        """Raise `RuntimeError` unless the references are exactly those of all `sequences` and no block is lost."""
+        """Raise `RuntimeError` unless the reference counts match all `sequences` and no block is lost."""
         counted = [0] * self.num_blocks
         for block in (block for tables in sequences for table in tables for block in table):
             if block != NO_BLOCK:

@@ -1,7 +1,7 @@
-"""`DraftPlanner`: draft tokens, which a step computes before it is known whether they are right.
+"""`DraftPlanner`: adds draft tokens to a step, which verifies them.
 
-Decodes may be followed by draft tokens, as far as the budget and free blocks last once everything else is planned: no
-sequence waits, and none is preempted for a draft token. A `Speculator` decides which sequences get how many.
+Draft tokens follow decodes, within the budget and free blocks left once everything else is planned: no sequence waits
+or is preempted for them. A `Speculator` decides which sequences get how many.
 """
 
 from collections.abc import Mapping
@@ -17,8 +17,8 @@ class DraftPlanner:
     """Adds draft tokens to the steps of one scheduler.
 
     Args:
-        recompute_beyond: no draft token takes a sequence past this length, because the model sees it differently from
-            then on; None: there is no such length.
+        recompute_beyond: no draft token takes a sequence past this length, beyond which it is recomputed; None: no
+            limit.
     """
 
     def __init__(self, speculator: Speculator, block_pool: BlockPool, recompute_beyond: int | None) -> None:
@@ -27,11 +27,11 @@ class DraftPlanner:
         self._recompute_beyond = recompute_beyond
 
     def propose(self, lengths: Mapping[Sequence, int], budget: int) -> dict[Sequence, SequenceOf[int]]:
-        """The draft tokens of a step's sequences, where there are any; their tables have room for them.
+        """Return the draft tokens of a step's sequences, and grow their tables for them.
 
         Args:
             lengths: the tokens that each sequence computes without draft tokens.
-            budget: how many tokens the step may have in addition.
+            budget: the most draft tokens of the step.
         """
         if budget <= 0 or not self._speculator.is_ready:
             return {}
@@ -52,7 +52,7 @@ class DraftPlanner:
         return proposed
 
     def _room(self, sequence: Sequence) -> int:
-        """How many draft tokens there may be: the token after the last one is never computed."""
+        """The most draft tokens of a sequence: the token after the last one is never computed."""
         longest = sequence.request.max_num_tokens - 1
         if sequence.num_uncomputed_tokens != 1 or not sequence.request.params.speculation:
             return 0
@@ -61,7 +61,7 @@ class DraftPlanner:
         return longest - len(sequence.token_ids)
 
     def _grow(self, sequence: Sequence, num_draft_tokens: int) -> int:
-        """Make room for draft tokens after a sequence's last token; return for how many there is room."""
+        """Grow a sequence's tables for draft tokens; return how many fit."""
         tables, num_tokens = sequence.block_tables, len(sequence.token_ids)
         if self._block_pool.grow(tables, num_tokens + num_draft_tokens):
             return num_draft_tokens

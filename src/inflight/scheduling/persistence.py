@@ -1,9 +1,8 @@
-"""`Persistence`: blocks of the cache that are kept elsewhere, too, and come back instead of being computed.
+"""`Persistence`: saves blocks of the cache in a store, and loads them instead of computing them.
 
-Before a request's sequences wait for their slots, what is stored of its prompt beyond what the cache has may be loaded
-into blocks of the cache. Meanwhile they are *parked*: all others run. What has come is put where any sequence
-finds it, as if it had been computed here. Nothing depends on what becomes of a loading but time. And each full block
-whose content is known is handed over to be saved.
+Before a request's sequences queue for slots, stored blocks of its prompt that the cache lacks may be loaded. Meanwhile
+they are *parked*, and all others run. Loaded blocks go into the prefix cache, as if computed here; if loading fails,
+they are computed. Each full block of known content is handed to the store to be saved.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,17 +16,17 @@ from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_k
 from inflight.scheduling.sequence import Sequence
 
 LARGEST_SHARE = 0.5
-"""How much of the cache blocks on their way may take."""
+"""The most of the cache that blocks being loaded may take."""
 
 
 @dataclass(slots=True, eq=False)
 class Restoration:
-    """Blocks on their way into the cache.
+    """Blocks being loaded into the cache.
 
     Attributes:
-        parent, num_before: what comes before the first of them, and how many blocks.
+        parent, num_before: the node before the first of them, and the number of blocks before it.
         chain: the tokens of each block from the first on.
-        contents: of each block that is loaded, its place in the chain and its content.
+        contents: of each block to load, its place in the chain and its content.
         tables: hold these blocks, and those before them.
         parked: the sequences that wait for them.
     """
@@ -42,11 +41,11 @@ class Restoration:
 
 
 class Persistence:
-    """What one scheduler keeps in a store, and takes from it.
+    """One scheduler's use of a store.
 
     Args:
-        store: None: nothing is kept.
-        find: gives the nodes in the cache that a sequence can begin with (see `Reuse.find`).
+        store: None: there is none.
+        find: returns the cached nodes that a sequence can begin with (see `Reuse.find`).
     """
 
     def __init__(
@@ -61,18 +60,18 @@ class Persistence:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether anything is on its way."""
+        """Whether anything is being loaded."""
         return bool(self._restorations)
 
     def parked(self) -> Iterator[Sequence]:
-        """The sequences that wait for their blocks."""
+        """The parked sequences."""
         for restoration in self._restorations:
             yield from restoration.parked
 
     # ------------------------------------------------------------------------------------- taking
 
     def park(self, sequences: list[Sequence]) -> bool:
-        """Let the sequences of a request wait, if what is stored of their prompt is worth waiting for."""
+        """Park the sequences of a request if loading stored blocks of their prompt pays."""
         first, pool, size = sequences[0], self._block_pool, self._block_pool.block_size
         if (store := self._store) is None or first.wants_scores:
             return False
@@ -101,7 +100,7 @@ class Persistence:
         return True
 
     def _starts(self, sequence: Sequence) -> range:
-        """Where its full blocks begin. The last token is never among them: it is computed in any case."""
+        """Where its full blocks begin. The last token is never among them, because it is always computed."""
         size = self._block_pool.block_size
         return range(0, (len(sequence.token_ids) - 1) // size * size, size)
 
@@ -133,10 +132,10 @@ class Persistence:
         return [], []
 
     def take_in(self, *, may_load: bool) -> list[Sequence]:
-        """Let all sequences find what has come, and return those that need not wait any more.
+        """Add loaded blocks to the prefix cache, and return the sequences that need wait no longer.
 
         Args:
-            may_load: whether more may be loaded for them now.
+            may_load: whether more may be loaded for them.
         """
         ready: list[Sequence] = []
         for restoration in [each for each in self._restorations if each.loading.is_done]:
@@ -155,10 +154,10 @@ class Persistence:
         return ready
 
     def _remember(self, restoration: Restoration) -> None:
-        """Let what was loaded be found."""
+        """Add loaded blocks to the prefix cache."""
         pool, parent = self._block_pool, restoration.parent
         if isinstance(parent, PrefixNode) and pool.find(parent.key) is not parent:
-            return  # it was forgotten, because the step that computed it failed
+            return  # removed, because the step that computed it failed
         loaded = restoration.contents[: restoration.loading.num_loaded]
         nodes: list[PrefixNode] = []
         for token_ids in restoration.chain[: 1 + loaded[-1][0] if loaded else 0]:

@@ -1,4 +1,4 @@
-"""`make_plan`: what was decided for a step, in the terms of a `StepPlan`."""
+"""`make_plan`: turns a step's schedule into a `StepPlan`."""
 
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
@@ -18,9 +18,9 @@ def make_plan(
     """The plan of a step.
 
     Args:
-        lengths: how many tokens each sequence computes, which has its slot and blocks for them.
-        drafts: draft tokens that follow these, for some.
-        slots: are told that the plan tells of them.
+        lengths: tokens to compute for each sequence, which has its slot and blocks.
+        drafts: draft tokens after these, for some.
+        slots: record that the plan announces their changes.
         num_groups: of the cache.
         copies: (source, destination) blocks to copy before anything is computed.
     """

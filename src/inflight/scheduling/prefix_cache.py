@@ -1,14 +1,13 @@
-"""`PrefixCache`: which blocks hold which tokens, so that a prefix that was computed once is found again.
+"""`PrefixCache`: finds blocks by their tokens, so that a computed prefix is reused.
 
-A node stands for one full block of tokens after a given prefix. For each cache group it names the block that holds
-their keys and values, if one still does. Its key is exact: (the parent node, the block's tokens), where the first
-block's parent is a `Root`. With exact keys instead of hashes no collision can hand one user's keys and values to
-another. The parent is the node itself, not its block: after an eviction a block comes back with other content, and
-nothing below the old content may be found then.
+A node stands for one full block of tokens after a given prefix. For each cache group it has the block of their keys and
+values, if one still holds them. Its key is exact: (the parent node, the block's tokens), where the first block's parent
+is a `Root`. Unlike hashes, exact keys cannot collide and hand one user's keys and values to another. The parent is the
+node, not its block: an evicted block gets other content, and the old content's children must not be found below it.
 
-Cache groups that keep only a window let go of the first blocks of a prefix, so a node stays known for as long as any
-node below it. Decides nothing about memory: `BlockPool` says when a block is taken for something else. (Prefix reuse by
-full blocks is vLLM's, Kwon et al., SOSP 2023, who chain hashes; SGLang, Zheng et al., 2024, keeps a radix tree.)
+Cache groups that keep only a window free the first blocks of a prefix, so a node lives as long as any node below it.
+`BlockPool` decides which blocks are evicted. (Prefix reuse by full blocks is vLLM's, Kwon et al., SOSP 2023, who chain
+hashes; SGLang, Zheng et al., 2024, keeps a radix tree.)
 """
 
 from array import array
@@ -20,7 +19,7 @@ from inflight.contracts.block_hash import Root, block_hash
 from inflight.contracts.plan import NO_BLOCK
 
 Parent: TypeAlias = "Root | PrefixNode"
-"""What comes before a block of tokens: nothing, or another block."""
+"""The parent of a block: a root, or another block."""
 
 Key: TypeAlias = tuple[Parent, bytes]
 
@@ -59,25 +58,25 @@ def hash_of(parent: Parent) -> bytes:
 
 
 class CacheWatch(Protocol):
-    """Is told what a prefix cache holds."""
+    """Observes a prefix cache."""
 
     def stored(self, node: PrefixNode, group: int) -> None:
-        """A node has a block in a group from now on."""
+        """A node got a block in a group."""
         ...
 
     def removed(self, node: PrefixNode, group: int) -> None:
-        """A node has no block in a group any more."""
+        """A node lost its block in a group."""
         ...
 
 
 class PrefixCache:
-    """The nodes of all blocks whose content is known.
+    """The nodes of all blocks of known content.
 
     Args:
-        num_groups: how many cache groups there are.
+        num_groups: number of cache groups.
 
     Attributes:
-        watch: is told of every block; None: there is none.
+        watch: observes every block; None: no observer.
     """
 
     def __init__(self, num_groups: int = 1) -> None:
@@ -98,12 +97,12 @@ class PrefixCache:
         return self._nodes.get(key)
 
     def node_of(self, block: int) -> PrefixNode | None:
-        """The node whose content a block holds, if that is known."""
+        """The node of a block's content, if known."""
         node, _ = self._place_of_block.get(block, (None, 0))
         return node
 
     def add(self, key: Key) -> PrefixNode:
-        """Make a node for a new key, without any block yet (`put`)."""
+        """Add a node for a new key, without blocks yet (`put`)."""
         node = self._nodes[key] = PrefixNode(key, [NO_BLOCK] * self._num_groups)
         parent = key[0]
         if isinstance(parent, PrefixNode):
@@ -111,7 +110,7 @@ class PrefixCache:
         return node
 
     def put(self, node: PrefixNode, group: int, block: int) -> None:
-        """Remember that a block holds a node's content in a group; neither may have had the other."""
+        """Register a block as a node's in a group; neither may be registered there yet."""
         node.blocks[group] = block
         self._place_of_block[block] = node, group
         if self.watch is not None:
@@ -131,7 +130,7 @@ class PrefixCache:
                 parent.num_children -= 1
 
     def _is_useless(self, node: PrefixNode) -> bool:
-        """Whether neither a node nor any node below it has a block. False for a node that is gone already (its last
-        child may have been found through a sequence that still holds it)."""
+        """Whether neither a node nor any node below it has a block. False for a removed node (its last child may have
+        been reached through a sequence that still holds it)."""
         is_empty = node.num_children == 0 and all(block == NO_BLOCK for block in node.blocks)
         return is_empty and self._nodes.get(node.key) is node

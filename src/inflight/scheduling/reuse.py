@@ -1,9 +1,8 @@
-"""`Reuse`: what a sequence need not compute, because it is in the cache or is being computed in the same step.
+"""`Reuse`: shares blocks that are in the cache, or computed in the same step.
 
-Decides which blocks a sequence takes over from others, and which of its own others may take: full blocks by their
-content (the prefix cache), a sibling's prompt by forking. A step in flight is trusted in advance: its blocks can be
-found as soon as it is planned, because a backend finishes all writes of a layer before any read. If the step fails,
-they are forgotten, and sequences that relied on it start over. Knows nothing of budgets, slots and queues.
+Full blocks are shared by content (the prefix cache), a sibling's prompt by forking. Blocks can be found as soon as
+their step is planned, because a backend finishes all writes of a layer before any read. If the step fails, they are
+removed, and sequences that relied on them start over. Knows nothing of budgets, slots and queues.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,9 +20,9 @@ class Reuse:
 
     Args:
         block_pool: the cache's blocks.
-        enable_prefix_caching: whether blocks are found again by their content; if not, sequences only fork.
-        recompute_beyond: sequences longer than this share only among themselves; None: there is no such length.
-        can_share: whether a sequence can go on from what another has computed; if not, nothing is reused.
+        enable_prefix_caching: whether blocks are found by content; if not, sequences only fork.
+        recompute_beyond: sequences longer than this share only among themselves; None: no such length.
+        can_share: whether a sequence can continue from another's blocks; if not, nothing is shared.
     """
 
     def __init__(
@@ -38,23 +37,23 @@ class Reuse:
         self.enable_prefix_caching = enable_prefix_caching and can_share
         self.can_share = can_share
         self.save: Callable[[int], None] | None = None
-        """Is told of each full block once it is computed and can be found; None: there is no listener."""
+        """Called with each full block once it is computed and can be found; None: no listener."""
         self.recompute_beyond = recompute_beyond
         self.num_cached_tokens = 0
-        """Prompt tokens that did not have to be computed when their sequences first ran."""
+        """Prompt tokens taken from the cache when their sequences first ran."""
         self.copies: list[tuple[int, int]] = []
         """Blocks to copy, (source, destination), before the step in flight or the next one."""
         self._blocks_in_flight: list[int] = []  # findable already, valid once the step has succeeded
-        # The sequences that rely on that step, and how many computed tokens each had without it:
+        # Sequences that rely on that step, and the number of computed tokens each had before it:
         self._num_computed_before: dict[Sequence, int] = {}
 
     # ------------------------------------------------------------------------------------- taking
 
     def take(self, sequence: Sequence, siblings: Iterable[Sequence]) -> None:
-        """Before a sequence computes anything more, let it take over what is in the cache, all but its last token."""
+        """Let a sequence take cached blocks of all but its last token, before it computes more."""
         num_known, block_size = sequence.num_known_blocks, self.block_pool.block_size
         if not sequence.num_computed_tokens == sequence.num_blocks * block_size == num_known * block_size:
-            return  # in the middle of a block
+            return  # within a block
         if nodes := self.find(sequence):
             sequence.parent = nodes[-1]
             sequence.num_known_blocks += len(nodes)
@@ -66,8 +65,8 @@ class Reuse:
             self.fork(sequence, source)
 
     def find(self, sequence: Sequence) -> list[PrefixNode]:
-        """The nodes that follow a sequence's known blocks, as far as every cache group still has what the tokens after
-        them see. The sequence's last token is never among them."""
+        """The nodes after a sequence's known blocks, as far as every cache group has the blocks that later tokens see.
+        They never include the sequence's last token."""
         nodes: list[PrefixNode] = []
         if not self.enable_prefix_caching or sequence.computes_prompt:
             return nodes
@@ -83,8 +82,8 @@ class Reuse:
         return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
 
     def _num_usable(self, sequence: Sequence, nodes: SequenceOf[PrefixNode]) -> int:
-        """How many of the nodes that follow a sequence's blocks can be taken over: after the last of them, every cache
-        group must have all blocks that a query sees."""
+        """How many of the nodes after a sequence's blocks can be shared: every cache group must have all blocks that a
+        query after the last of them sees."""
         num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
         num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # at the end, without a gap
         for number, node in enumerate(nodes, 1):
@@ -95,8 +94,7 @@ class Reuse:
         return num_usable
 
     def fork_source(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Sequence | None:
-        """A running sibling under the same root that has computed the whole prompt, except perhaps its last token,
-        before the step to come."""
+        """A running sibling under the same root that has already computed the prompt, except perhaps its last token."""
         num_shared = sequence.num_prompt_tokens - 1
         if sequence.num_computed_tokens >= num_shared or sequence.computes_prompt or not self.can_share:
             return None
@@ -106,7 +104,7 @@ class Reuse:
         return None
 
     def is_computing_prompt(self, sequence: Sequence) -> bool:
-        """Whether more than the last token of its prompt was missing before the step to come."""
+        """Whether more than the last token of its prompt is still uncomputed."""
         num_computed = self._num_computed_before.get(sequence, sequence.num_computed_tokens)
         return num_computed < sequence.num_prompt_tokens - 1
 
@@ -130,8 +128,8 @@ class Reuse:
         self._take_over(sequence, num_tokens)
 
     def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
-        """How many blocks are missing for everything that a waiting sequence owes; and, if any are, the used blocks
-        that it would share."""
+        """How many blocks a waiting sequence lacks for all its tokens; and, if any, the used blocks that it would
+        share."""
         pool = self.block_pool
         num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - pool.num_available
         if num_missing <= 0:
@@ -150,7 +148,7 @@ class Reuse:
         return num_missing - len(shared), shared
 
     def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
-        """Count the first `num_tokens` tokens of a sequence as computed, though it did not compute them itself."""
+        """Count the first `num_tokens` tokens of a sequence as computed by others."""
         num_new = num_tokens - sequence.num_computed_tokens
         if num_new == 0:
             return
@@ -163,12 +161,12 @@ class Reuse:
     # ------------------------------------------------------------------------------------- giving
 
     def remember(self, sequence: Sequence, num_tokens: int, *, in_flight: bool = False) -> None:
-        """Let the full blocks among a sequence's first `num_tokens` tokens be found by their content.
+        """Add the full blocks of a sequence's first `num_tokens` tokens to the prefix cache.
 
-        If the content is known already, in another block, the sequence gives up its own block for that one.
+        If another block has the content already, the sequence frees its own block and takes that one.
 
         Args:
-            in_flight: whether some of the tokens will be computed only by the step that is being planned.
+            in_flight: whether the step being planned has yet to compute some of the tokens.
         """
         if not self.enable_prefix_caching:
             return
@@ -179,7 +177,7 @@ class Reuse:
             node = self.block_pool.find(key)
             if node is None:
                 if all(table[index] == NO_BLOCK for table in sequence.block_tables):
-                    break  # taken over from a sibling after it had left every window
+                    break  # shared by a sibling after it had left every window
                 node = self.block_pool.add(key)
             elif in_flight and any(
                 NO_BLOCK != table[index] != block != NO_BLOCK
@@ -204,7 +202,7 @@ class Reuse:
     # ------------------------------------------------------------------------------------- the end of a step
 
     def step_succeeded(self) -> None:
-        """The step has computed what was trusted in advance."""
+        """The step succeeded: its blocks are valid."""
         if self.save is not None:
             for block in self._blocks_in_flight:
                 self.save(block)
@@ -213,8 +211,7 @@ class Reuse:
         self.copies.clear()
 
     def step_failed(self) -> list[Sequence]:
-        """The step has computed nothing: forget its blocks. Returns the sequences that relied on it, to
-        `start_over`."""
+        """The step failed: remove its blocks. Returns the sequences that relied on it, to `start_over`."""
         for block in self._blocks_in_flight:
             self.block_pool.forget(block)
         self._blocks_in_flight.clear()
@@ -223,7 +220,7 @@ class Reuse:
         return changed
 
     def start_over(self, sequence: Sequence) -> None:
-        """Let a running sequence give its blocks back and owe all of its tokens."""
+        """Free a running sequence's blocks; it must recompute all of its tokens."""
         if sequence.num_output_tokens == 0 and sequence.num_preemptions == 0:
             self.num_cached_tokens -= sequence.num_cached_tokens
             sequence.num_cached_tokens = 0
@@ -231,12 +228,12 @@ class Reuse:
         self.forget_progress(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Give back all blocks of a sequence, and drop copies to blocks that no table names any more."""
+        """Free all blocks of a sequence, and drop copies to blocks that are no longer referenced."""
         self.block_pool.release(sequence.block_tables)
         self.copies = [copy for copy in self.copies if self.block_pool.num_holders(copy[1])]
 
     def forget_progress(self, sequence: Sequence) -> None:
-        """Set a sequence to nothing computed, as at its arrival or after a preemption."""
+        """Reset a sequence to nothing computed, as at its arrival or after a preemption."""
         self._num_computed_before.pop(sequence, None)
         sequence.num_computed_tokens = sequence.num_known_blocks = 0
         is_long = self.recompute_beyond is not None and len(sequence.token_ids) > self.recompute_beyond

@@ -1,22 +1,22 @@
-"""`Scheduler`: before every forward pass, decides which tokens of which sequences run.
+"""`Scheduler`: picks the tokens of each step.
 
-There is no prefill phase and no decode phase. A running sequence owes the model its uncomputed tokens: one after a
-decode, many when it starts or after a preemption. Each step gives out the token budget in this order:
+There is no prefill phase and no decode phase. A running sequence has uncomputed tokens: one after a decode, many when
+it starts or after a preemption. Each step spends the token budget in this order:
 
-1. running sequences that owe one token, so that no decode ever waits for a prefill;
-2. running sequences that owe more (a prompt in chunks);
+1. running sequences with one uncomputed token, so that no decode ever waits for a prefill;
+2. running sequences with more (a prompt in chunks);
 3. waiting sequences, as long as budget, slots and blocks last.
 
-In each group the better sequence comes first (`ServiceOrder`: by effective priority, if the policy has priorities, then
-by arrival). Sequences in the background get tokens in the same order, in steps that no others need. When blocks run
-out, the worst running sequence gives all of its blocks back and waits to be recomputed. The best always makes progress,
-so every sequence finishes.
+Each group is in service order (`ServiceOrder`: by effective priority, if the policy has priorities, then by arrival).
+Background sequences get tokens in the same order, in steps that no others need. When blocks run out, the last running
+sequence is preempted: it frees all its blocks and waits to be recomputed. The first always makes progress, so every
+sequence finishes.
 
-A sequence that gets a prefill span is not preempted in the same plan: victims are the worst, and prefills are scheduled
-best first. So a later sequence can rely on blocks that an earlier one computes in the same step.
+A sequence that gets a prefill span is not preempted in the same plan: prefills are scheduled first to last, victims
+last to first. So a later sequence can rely on blocks that an earlier one computes in the same step.
 
-Before a sequence computes anything, it takes over what is in the cache already (`Reuse`). What is left of the budget
-then may go to draft tokens of what comes next (`Drafting`).
+Before a sequence computes anything, it takes cached blocks (`Reuse`). The rest of the budget may go to draft tokens
+(`DraftPlanner`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -47,18 +47,18 @@ from inflight.scheduling.service_order import ServiceOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Limits:
-    """What bounds the steps of one scheduler.
+    """Bounds of one scheduler's steps.
 
     Attributes:
-        max_num_seqs: slots. No more than `max_num_batched_tokens` are used, so that every decode gets its token.
+        max_num_seqs: slots; at most `max_num_batched_tokens` are used, so that every decode gets its token.
         max_num_batched_tokens: the token budget of a step.
-        max_prefill_tokens_per_step: how many of them may go to sequences that owe more than one token while others
-            decode, or in the background; None: all that the decodes leave.
-        background_tokens_per_step: how many tokens sequences in the background may have beside others.
+        max_prefill_tokens_per_step: the most prefill tokens beside decodes, or in the background; None: all that the
+            decodes leave.
+        background_tokens_per_step: the most tokens of background sequences beside others.
         max_scored_tokens: the most prompt tokens that a step scores: each needs a row of logits as wide as the
             vocabulary.
-        recompute_beyond: a sequence that grows past this length is recomputed from its start, because the model sees
-            all of its tokens differently from then on (LongRoPE); None: there is no such length.
+        recompute_beyond: a sequence that grows past this length is recomputed from its start, because its position
+            embeddings change (LongRoPE); None: no such length.
     """
 
     max_num_seqs: int
@@ -71,7 +71,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What a committed step gave one sequence: its new tokens; `sequence.finish_reason` is set if it ended."""
+    """A sequence's new tokens from a committed step; `sequence.finish_reason` is set if it ended."""
 
     sequence: Sequence
     new_token_ids: list[int]
@@ -79,13 +79,12 @@ class Progress:
 
 @dataclass(slots=True)
 class Counters:
-    """What a scheduler has done since it was made.
+    """A scheduler's totals.
 
     Attributes:
         steps: that were planned.
         prompt_tokens: of all sequences that have had a slot, each counted once.
-        drafts, draft_tokens, accepted_tokens: spans with draft tokens, these tokens, and how many of them were
-            right.
+        drafts, draft_tokens, accepted_tokens: spans with draft tokens, draft tokens verified, and accepted.
     """
 
     steps: int = 0
@@ -97,22 +96,22 @@ class Counters:
 
 
 class Scheduler:
-    """Decides, before every forward pass, which tokens run; owns all sequences until they are finished.
+    """Picks the tokens of each step; owns all sequences until they finish.
 
     Args:
         block_pool: the cache's blocks.
         aging_steps: steps after which a waiting sequence gains one priority; None: first come, first
             served.
-        enable_prefix_caching: whether blocks are found again by their content.
-        can_share_prefixes: whether a sequence can go on from what another one has computed.
+        enable_prefix_caching: whether blocks are found by content.
+        can_share_prefixes: whether a sequence can continue from another's blocks.
         speculator: proposes draft tokens; None: no speculation.
-        block_store: keeps blocks outside of the cache; None: there is no such store.
+        block_store: keeps blocks outside the cache; None: no store.
 
     Attributes:
-        sequences: all that are unfinished.
-        count: what has been done so far.
-        limit_prefill: gives the `max_prefill_tokens_per_step` for a number of decodes, in the background or
-            not; what measures steps may replace it.
+        sequences: all unfinished ones.
+        count: totals so far.
+        limit_prefill: returns the `max_prefill_tokens_per_step` for a number of decodes, in the background or not;
+            replaced when step times are measured.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Scheduler:
         self._draft_planner: DraftPlanner | None = None
         if speculator is not None:
             self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
-        self._num_scorable_tokens = limits.max_scored_tokens  # left in the step that is being planned
+        self._num_scorable_tokens = limits.max_scored_tokens  # left in the step being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
 
@@ -156,7 +155,7 @@ class Scheduler:
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
     ) -> Self:
-        """The scheduler that an engine's configuration asks for, over a new pool of `num_blocks` blocks.
+        """A scheduler for an engine's configuration, with a new pool of `num_blocks` blocks.
 
         Args:
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
@@ -184,7 +183,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        """Sequences without a slot, including preempted ones and those that wait for blocks from elsewhere."""
+        """Sequences without a slot, including preempted and parked ones."""
         return len(self.sequences.waiting) + sum(1 for _ in self.persistence.parked())
 
     @property
@@ -193,12 +192,12 @@ class Scheduler:
         return len(self.sequences.running)
 
     def unfinished(self) -> Iterator[Sequence]:
-        """All unfinished sequences, running ones first, each group in the order in which it is served."""
+        """All unfinished sequences, running ones first, each group in service order."""
         for group in (self.sequences.running.values(), self._without_slot()):
             yield from self.sequences.in_service_order(group, self.count.steps)
 
     def first_waiting(self, number: int) -> list[Sequence]:
-        """The first of the sequences without a slot, in the order in which they are served."""
+        """The first sequences without a slot, in service order."""
         return self.sequences.first(number, self._without_slot(), self.count.steps)
 
     def running(self, sequence_id: int) -> Sequence:
@@ -210,7 +209,7 @@ class Scheduler:
         return request_id in self.sequences.of_request
 
     def find(self, sequence_id: int) -> Sequence | None:
-        """The unfinished sequence of this id, if there is one."""
+        """The unfinished sequence of this id, if any."""
         parked = (each for each in self.persistence.parked() if each.sequence_id == sequence_id)
         found = self.sequences.running.get(sequence_id) or self.sequences.waiting.get(sequence_id)
         return found or next(parked, None)
@@ -223,7 +222,7 @@ class Scheduler:
         return [*self.sequences.waiting, *self.persistence.parked()]
 
     def submit(self, request: Request) -> None:
-        """Queue the request's sequences. Admission has made sure that each can run to its end alone in the cache."""
+        """Queue the request's sequences. Admission has checked that each fits the cache to its end."""
         made = self.sequences.make(request, self.count.steps, self.block_pool)
         for sequence in made:
             self.reuse.forget_progress(sequence)
@@ -233,13 +232,13 @@ class Scheduler:
 
     @property
     def _may_load(self) -> bool:
-        """Whether blocks that are free may be written to at once: no step reads them any more, nor copies them."""
+        """Whether free blocks may be written to at once: no step still reads or copies them."""
         return self._in_flight is None and not self.reuse.copies
 
     def plan(self) -> StepPlan | None:
-        """The next step, or None if there is nothing to compute. Commit, fail or discard it before the next call."""
+        """Plan the next step; None if there is nothing to compute. Commit, fail or discard it before the next call."""
         if self._in_flight is not None:
-            raise RuntimeError("the step planned before is still in flight: commit or fail it first")
+            raise RuntimeError("the previous step is still in flight: commit or fail it first")
         for sequence in self.persistence.take_in(may_load=self._may_load):
             self.sequences.waiting.push(sequence)
         lengths: dict[Sequence, int] = {}
@@ -252,7 +251,9 @@ class Scheduler:
                 budget = min(budget - sum(lengths.values()), self.limits.background_tokens_per_step)
             if budget > 0:
                 left = self._schedule_running(running, lengths, budget, in_background)
-                if self.count.preemptions == num_preemptions:  # else the blocks are for the sequences that needed them
+                if (
+                    self.count.preemptions == num_preemptions
+                ):  # otherwise the blocks are for the sequences that needed them
                     self._start_waiting(lengths, left, in_background)
         self.count.steps += 1
         if not lengths:
@@ -264,17 +265,17 @@ class Scheduler:
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
-        """A plan of no spans, which only tells of released slots: for when nothing is left to compute. None if no slot
-        was released since the last plan."""
+        """A plan without spans, which only announces released slots, for when nothing is left to compute. None if no
+        slot was released since the last plan."""
         if self._in_flight is not None or not (released_slots := self.sequences.slots.take_released()):
             return None
         return StepPlan((), (), released_slots=released_slots)
 
     def commit(self, plan: StepPlan, tokens: SequenceOf[SequenceOf[int]]) -> list[Progress]:
-        """Take in the tokens chosen for each span of `plan`: none for a chunk, one or more for the others.
+        """Commit the sampled tokens of each span of `plan`: none for a chunk, one or more for the others.
 
-        The caller ends a sequence for which no token could be chosen with `finish`; otherwise it would wait for ever.
-        Tokens of sequences that were finished or aborted while the step was in flight are dropped.
+        If no token could be sampled, the caller must end the sequence with `finish`, or it would wait forever. Tokens
+        of sequences finished or aborted while the step was in flight are dropped.
         """
         self._release_step(plan)
         progress, beyond = [], self.limits.recompute_beyond
@@ -300,13 +301,12 @@ class Scheduler:
         return progress
 
     def discard(self) -> None:
-        """Give up the step in flight, if there is one: nothing of it was computed, and its spans are owed as before."""
+        """Discard the step in flight, if any: none of it was computed, and its spans are planned again."""
         if self._in_flight is not None:
             self._release_failed_step(self._in_flight)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
-        """End every sequence of a step that went wrong with "error", and return them; the step leaves nothing
-        behind."""
+        """End every sequence of a failed step with "error", and return them; the step leaves no trace."""
         self._release_failed_step(plan)
         running = (self.sequences.running.get(span.sequence_id) for span in plan.spans)
         failed = [sequence for sequence in running if sequence is not None]
@@ -315,8 +315,8 @@ class Scheduler:
         return failed
 
     def finish(self, sequence_id: int, reason: FinishReason, num_tokens_kept: int | None = None) -> Sequence | None:
-        """End a sequence from outside, with its first `num_tokens_kept` output tokens (None: all of them), and return
-        it; None if there is no unfinished sequence of this id."""
+        """End a sequence, keeping its first `num_tokens_kept` output tokens (None: all), and return it; None if no
+        unfinished sequence has this id."""
         sequence = self.find(sequence_id)
         if sequence is None:
             return None
@@ -336,10 +336,9 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- planning
 
     def _make_room_for_the_best(self, running: list[Sequence]) -> None:
-        """Preempt strictly worse sequences for the best waiting one, if it lacks a slot or blocks that they can give.
-
-        At most one sequence a step gains its place this way. A block that several sequences share comes free only when
-        all of them are preempted.
+        """Preempt sequences of strictly lower priority for the first waiting one, if it lacks a slot or blocks that
+        they can free. At most one sequence per step is served this way. A shared block is freed only when all its
+        sequences are preempted.
         """
         if not running or (best := self.sequences.waiting.best(self.count.steps)) is None:
             return
@@ -366,11 +365,11 @@ class Scheduler:
     def _schedule_running(
         self, running: list[Sequence], lengths: dict[Sequence, int], budget: int, in_background: bool
     ) -> int:
-        """Give running sequences, those in the background or the others, their tokens, preempting the worst of all as
-        needed; return the budget left for waiting ones.
+        """Schedule running sequences, of the background or the others, preempting the last of all as needed; return the
+        remaining budget.
 
-        Prefills come after all decodes, best first, so a prefill that has its span is never preempted by another one:
-        a sequence that shares what it is about to compute can rely on it.
+        Prefills come after all decodes, in service order, so a scheduled prefill is never preempted by another:
+        sequences that share its blocks can rely on it.
         """
         decodes: list[Sequence] = []
         prefills: list[Sequence] = []
@@ -393,17 +392,18 @@ class Scheduler:
         return min(budget, num_prefill_tokens)
 
     def _start_waiting(self, lengths: dict[Sequence, int], budget: int, in_background: bool) -> None:
-        """Give slots to waiting sequences, those in the background or the others, while there are blocks for all that
-        they owe, and budget for a token.
+        """Admit waiting sequences, of the background or the others, to slots, while there are blocks for all their
+        uncomputed tokens, and budget for one.
 
-        A sequence that waits for a sibling's prompt needs no budget, but has to have its slot when that is computed.
+        A sequence that waits for a sibling's prompt needs no budget, but must have its slot when the prompt is
+        computed.
         """
         while self.sequences.slots.num_free and (sequence := self.sequences.waiting.best(self.count.steps)) is not None:
             if sequence.is_background != in_background:
                 return
             waits = self._waits_for_sibling(sequence)
             if sequence.request.runs_whole and sequence.num_uncomputed_tokens > budget and lengths:
-                return  # one that is longer than any budget runs alone
+                return  # a text longer than any budget runs alone
             if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
                 return
             self.sequences.start(sequence)
@@ -414,16 +414,15 @@ class Scheduler:
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of a sequence the budget allows; while its prompt is scored, also the rows of logits."""
+        """How many tokens of a sequence fit the budget; while its prompt is scored, also the limit of logit rows."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
         length = min(sequence.num_uncomputed_tokens, budget)
         return max(0, min(length, self._num_scorable_tokens)) if sequence.wants_scores else length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
-        """Let a running sequence compute `length` tokens; while blocks are missing, preempt the last of `victims`,
-        which may be the sequence itself. Returns how much of the budget that takes: preempted sequences return
-            theirs."""
+        """Schedule `length` tokens of a running sequence; while blocks are missing, preempt the last of `victims`,
+        which may be the sequence itself. Returns the change of budget: preempted sequences return theirs."""
         num_returned = 0
         while sequence.slot is not None and not self._grow(sequence, length):
             victim = victims.pop()
@@ -439,13 +438,13 @@ class Scheduler:
         return length - num_returned
 
     def _propose(self, lengths: Mapping[Sequence, int]) -> Mapping[Sequence, SequenceOf[int]]:
-        """The draft tokens that are computed together with what is planned; none without a speculator."""
+        """Draft tokens to add to the planned spans; none without a speculator."""
         if self._draft_planner is None:
             return {}
         return self._draft_planner.propose(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
 
     def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
-        """Of a span's draft tokens, only those that came true count as computed."""
+        """Of a span's draft tokens, only accepted ones count as computed."""
         num_right = num_accepted_tokens(span, new_token_ids)
         sequence.num_computed_tokens -= span.num_draft_tokens - num_right
         self.block_pool.shrink(sequence.block_tables, sequence.num_computed_tokens)
@@ -457,13 +456,13 @@ class Scheduler:
 
     def _grow(self, sequence: Sequence, length: int) -> bool:
         num_computed = sequence.num_computed_tokens
-        # One more token is kept than will be seen, so that a sibling can go on from the last one of the prompt.
+        # Keep one token more than will be seen, so that a sibling can continue from the prompt's last one.
         if self.block_pool.lets_go:
             self.block_pool.release_before(sequence.block_tables, max(0, num_computed - 1))
         return self.block_pool.grow(sequence.block_tables, num_computed + length)
 
     def _preempt(self, sequence: Sequence) -> None:
-        """Take back everything that a running sequence holds; it waits to be recomputed."""
+        """Preempt a running sequence: free its slot and blocks, and queue it."""
         self._release(sequence)
         self.reuse.forget_progress(sequence)
         sequence.num_preemptions += 1
@@ -487,7 +486,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- releasing
 
     def _release_step(self, plan: StepPlan) -> None:
-        """The step in flight is over: release what was held for it."""
+        """The step in flight is over: release what it held."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
@@ -497,8 +496,8 @@ class Scheduler:
         self._released_at_commit.clear()
 
     def _release_failed_step(self, plan: StepPlan) -> None:
-        """The step in flight computed nothing: sequences that relied on it start over, and what it told of slots is
-        told again, since the runner may not have got to it."""
+        """The step in flight failed: sequences that relied on it start over, and its slot changes are announced again,
+        since the runner may not have applied them."""
         self.sequences.slots.undo([each.slot for each in plan.assignments], plan.released_slots)
         changed = self.reuse.step_failed()
         self._release_step(plan)
@@ -510,7 +509,7 @@ class Scheduler:
                 self.reuse.start_over(sequence)
 
     def _remove(self, sequence: Sequence) -> None:
-        """Forget a finished sequence, after forking siblings that wait for its prompt from it."""
+        """Remove a finished sequence, after forking siblings that wait for its prompt."""
         if sequence.slot is not None and self._in_flight is None:
             for sibling in self._siblings(sequence):
                 if sibling.num_blocks == 0 and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
@@ -522,7 +521,7 @@ class Scheduler:
             self.sequences.waiting.remove(sequence)
 
     def _release(self, sequence: Sequence) -> None:
-        """Take a running sequence's slot and blocks, or let it keep them until the step in flight is over."""
+        """Free a running sequence's slot and blocks, or do so once the step in flight is over."""
         del self.sequences.running[sequence.sequence_id]
         if self._in_flight is not None and any(s.sequence_id == sequence.sequence_id for s in self._in_flight.spans):
             self._released_at_commit.append(sequence)

@@ -1,4 +1,4 @@
-"""`Request` and `Sequence`: what a caller asks for, and one stream of tokens that answers it. State, no decisions."""
+"""`Request`, and `Sequence`: one stream of tokens that answers it. State, no decisions."""
 
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
@@ -15,23 +15,22 @@ from inflight.scheduling.prefix_cache import Parent
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the scheduler needs to know of a request, with everything resolved; and how its tokens are chosen, which it
-    passes on to the runner.
+    """A resolved request; its sampling parameters are passed on to the runner.
 
     Attributes:
         prompt_token_ids: at least one.
         max_num_tokens: the number of prompt and output tokens at which a sequence ends with "length".
         min_output_tokens: a stop token ends a sequence only from this many output tokens on.
         stop_token_ids: any of them, EOS ids included, ends a sequence with "stop".
-        num_sequences: how many streams answer it (`n`).
+        num_sequences: the number of sequences (`n`).
         priority: lower runs first, where the policy looks at it; `BACKGROUND` counts under every policy.
         cache_salt: only requests of the same salt share cached prefixes.
-        adapter: the digest of its adapter; None: it has none. Only requests of the same adapter share prefixes.
+        adapter: the digest of its adapter; None: none. Only requests with the same adapter share prefixes.
         scores_prompt: whether the first of its sequences needs the log-probability of each prompt token.
-        params, seed, bad_words: how its tokens are chosen (see `SlotAssignment`).
-        predicted_ids: what its output may be like in parts.
-        text: its prompt as a text to pool; None: it generates.
-        runs_whole: whether all of its tokens run in one step, because the states of all of them are pooled.
+        params, seed, bad_words: how its tokens are sampled (see `SlotAssignment`).
+        predicted_ids: the caller's prediction of parts of its output.
+        text: the text to pool; None: it generates.
+        runs_whole: whether all of its tokens must run in one step, because all their states are pooled.
     """
 
     request_id: str
@@ -56,19 +55,18 @@ class Request:
 class Sequence:
     """One stream of tokens: `token_ids` (prompt, then output), of which `num_computed_tokens` are in the cache.
 
-    It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again: nothing
-    of it is computed any more, and everything that it has generated is still in `token_ids`.
+    It waits (no slot), runs (a slot), or is finished (`finish_reason` set). A preempted sequence waits again: it has no
+    computed tokens, and keeps its output in `token_ids`.
 
     Attributes:
-        arrival: the first step that it could have been part of.
+        arrival: the first step that could have included it.
         block_tables: its blocks in each cache group.
-        root: the root of the prefix cache under which its keys and values belong, as they are computed now.
+        root: the root of the prefix cache for its keys and values.
         parent: the prefix cache's node of the last of its `num_known_blocks`.
         num_known_blocks: how many of its first blocks can be found in the prefix cache.
-        num_cached_tokens: prompt tokens that did not have to be computed when it first ran.
+        num_cached_tokens: prompt tokens taken from the cache when it first ran.
         num_draft_tokens, num_accepted_tokens: draft tokens that were verified, and those that were accepted.
-        num_scored_tokens: prompt tokens that need no log-probability any more. The first never needs one: no token
-            comes before it.
+        num_scored_tokens: prompt tokens that need no further log-probability. The first never needs one.
     """
 
     sequence_id: int
@@ -91,7 +89,7 @@ class Sequence:
 
     @property
     def is_background(self) -> bool:
-        """Whether it runs only in what other sequences leave."""
+        """Whether it runs only in budget that other sequences leave."""
         return self.request.priority == BACKGROUND
 
     @property
@@ -101,12 +99,12 @@ class Sequence:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks in each of its tables, including those that were let go."""
+        """Blocks in each of its tables, including freed ones."""
         return len(self.block_tables[0])
 
     @property
     def num_uncomputed_tokens(self) -> int:
-        """Tokens that the sequence owes the model."""
+        """Tokens still to compute."""
         return len(self.token_ids) - self.num_computed_tokens
 
     @property
@@ -116,22 +114,22 @@ class Sequence:
 
     @property
     def wants_scores(self) -> bool:
-        """Whether prompt tokens still need log-probabilities: then all of the prompt has to be computed."""
+        """Whether prompt tokens still need log-probabilities: then the whole prompt must be computed."""
         return self.request.scores_prompt and self.index == 0 and self.num_scored_tokens < self.num_prompt_tokens
 
     @property
     def computes_prompt(self) -> bool:
-        """Whether all of its prompt has to be computed, though some of it may be cached."""
+        """Whether the whole prompt must be computed, even if some of it is cached."""
         return self.wants_scores or self.request.runs_whole
 
     def ids_to_score(self, end: int) -> SequenceOf[int]:
-        """The prompt tokens whose log-probabilities are known once the first `end` tokens are computed."""
+        """The prompt tokens that get log-probabilities when the first `end` tokens are computed."""
         if not self.wants_scores:
             return ()
         return self.token_ids[self.num_scored_tokens : min(end + 1, self.num_prompt_tokens)]
 
     def has_grown_past(self, length: int, new_token_ids: SequenceOf[int]) -> bool:
-        """Whether `new_token_ids`, its last ones, took the sequence from at most `length` tokens to more."""
+        """Whether `new_token_ids`, its last tokens, took the sequence past `length` tokens."""
         return len(self.token_ids) - len(new_token_ids) <= length < len(self.token_ids)
 
     def append(self, sampled: SequenceOf[int]) -> list[int]:

@@ -1,6 +1,6 @@
-"""`Sequences`: all unfinished sequences of a scheduler: which of them wait, and which run, in which slots.
+"""`Sequences`: a scheduler's unfinished sequences, waiting and running, and their slots.
 
-A heap for each residue of the service order keeps those that wait, so that ten thousand of them cost a step nothing.
+Waiting sequences are in one heap per residue of the service order, so that ten thousand of them cost a step nothing.
 """
 
 import heapq
@@ -12,20 +12,20 @@ from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.service_order import Rank, ServiceOrder
 
 MAX_STALE = 64
-"""How many entries of sequences that have left may stay in the heaps, besides one for each that waits."""
+"""Stale entries allowed in the heaps, besides one for each waiting sequence."""
 
 
 class WaitingQueue:
     """Waiting sequences.
 
     Args:
-        order: which of them is served first.
+        order: the service order.
     """
 
     def __init__(self, order: ServiceOrder) -> None:
         self._order = order
         self._waiting: dict[int, Sequence] = {}
-        self._heaps: dict[int, list[Rank]] = {}  # by residue; entries of sequences that left go when they come up
+        self._heaps: dict[int, list[Rank]] = {}  # by residue; stale entries are dropped when they come up
         self._num_entries = 0
         self.num_in_background = 0
         """How many of them are in the background."""
@@ -61,7 +61,7 @@ class WaitingQueue:
         return self._waiting[min(heads)[1]] if heads else None
 
     def remove(self, sequence: Sequence) -> None:
-        """Take a sequence out."""
+        """Remove a sequence."""
         del self._waiting[sequence.sequence_id]
         self.num_in_background -= sequence.is_background
         if self._num_entries > 2 * len(self._waiting) + MAX_STALE:
@@ -80,7 +80,7 @@ NO_SEQUENCE = -1
 
 
 class Slots:
-    """The slots of one scheduler. The lowest free one is taken first, so lanes stay together."""
+    """The slots of one scheduler. The lowest free one is taken first, so that used slots stay dense."""
 
     def __init__(self, num_slots: int) -> None:
         self._free = list(range(num_slots))  # a heap
@@ -97,41 +97,41 @@ class Slots:
         return heapq.heappop(self._free)
 
     def give_back(self, slot: int) -> None:
-        """A slot is free again."""
+        """Free a slot."""
         heapq.heappush(self._free, slot)
         self._released.add(slot)
         self._told[slot] = NO_SEQUENCE
 
     def is_new(self, slot: int, sequence_id: int) -> bool:
-        """Whether no plan has told yet that the sequence has the slot. The plan that asks does."""
+        """Whether no plan has announced yet that the sequence has the slot; marks it as announced."""
         if self._told[slot] == sequence_id:
             return False
         self._told[slot] = sequence_id
         return True
 
     def take_released(self) -> tuple[int, ...]:
-        """The slots that were given back since this was last asked, for a plan to tell of."""
+        """Return the slots freed since the last call, for a plan to announce."""
         released = tuple(sorted(self._released))
         self._released.clear()
         return released
 
     def undo(self, assigned: Iterable[int], released: Iterable[int]) -> None:
-        """A plan that told of these slots was not carried out."""
+        """A plan that announced these slots did not run."""
         self._released.update(released)
         for slot in assigned:
             self._told[slot] = NO_SEQUENCE
 
 
 class Sequences:
-    """Unfinished sequences. Those whose blocks come from elsewhere are in neither group until they have come.
+    """Unfinished sequences. Parked ones are in neither group.
 
     Args:
-        order: in which they are served.
+        order: the service order.
 
     Attributes:
-        waiting: those without a slot, but for those whose blocks come from elsewhere.
+        waiting: those without a slot, except parked ones.
         running: those with a slot, by id.
-        of_request: all of a request's, by its id and theirs.
+        of_request: a request's sequences, by its id and theirs.
     """
 
     def __init__(self, order: ServiceOrder, num_slots: int) -> None:
@@ -143,7 +143,7 @@ class Sequences:
         self._next_id = 0
 
     def make(self, request: Request, now: int, block_pool: BlockPool) -> list[Sequence]:
-        """The sequences of a new request, which arrives in step `now`; they do not wait yet."""
+        """Add the sequences of a new request, which arrives in step `now`; they are not queued yet."""
         made = self.of_request[request.request_id] = {}
         for index in range(request.num_sequences):
             tables, token_ids = block_pool.new_tables(), list(request.prompt_token_ids)
@@ -152,21 +152,21 @@ class Sequences:
         return list(made.values())
 
     def in_service_order(self, group: Iterable[Sequence], now: int) -> list[Sequence]:
-        """Sequences in the order in which step `now` serves them, best first."""
+        """Sequences in service order at step `now`."""
         return sorted(group, key=lambda sequence: self.order.rank(sequence, now))
 
     def first(self, number: int, group: Iterable[Sequence], now: int) -> list[Sequence]:
-        """The first of them in this order."""
+        """The first in this order."""
         return nsmallest(number, group, key=lambda sequence: self.order.rank(sequence, now))
 
     def start(self, sequence: Sequence) -> None:
-        """Give a waiting sequence a free slot."""
+        """Move a waiting sequence to a free slot."""
         self.waiting.remove(sequence)
         sequence.slot = self.slots.take()
         self.running[sequence.sequence_id] = sequence
 
     def forget(self, sequence: Sequence) -> None:
-        """A sequence of a request has ended."""
+        """Remove a finished sequence."""
         request_id = sequence.request.request_id
         del self.of_request[request_id][sequence.sequence_id]
         if not self.of_request[request_id]:

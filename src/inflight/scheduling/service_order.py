@@ -1,9 +1,8 @@
-"""`ServiceOrder`: which sequence is served first, and preempted last.
+"""`ServiceOrder`: the order in which sequences are served; they are preempted in reverse.
 
-Sequences in the background come after all others. Among those, effective priority = priority - floor(steps since
-arrival / aging_steps); lower is served first, equals in the order of their arrival. So no sequence waits for ever while
-better ones keep coming. Steps count from a sequence's arrival on, also while it runs: a later sequence that is no
-better can never catch up with it and take its place.
+Background sequences come after all others. Among the others, effective priority = priority - floor(steps since arrival
+/ aging_steps); lower is served first, equals in order of arrival. So no sequence starves while others keep coming.
+Steps count from arrival, also while a sequence runs: a later one of no better priority can never overtake it.
 """
 
 from typing import TypeAlias
@@ -15,22 +14,21 @@ Rank: TypeAlias = tuple[int, int]
 """(priority, sequence id): the smaller is served first."""
 
 _IN_BACKGROUND = -1
-"""The residue of all sequences in the background: their order never changes."""
+"""The residue of all background sequences: their order never changes."""
 
 
 class ServiceOrder:
     """The order in which sequences are served.
 
     Args:
-        aging_steps: steps after which a sequence gains one priority; None: priorities do not count, and the order
-            is that of arrival.
+        aging_steps: steps after which a sequence gains one priority; None: first come, first served.
     """
 
     def __init__(self, aging_steps: int | None) -> None:
         self._aging_steps = aging_steps
 
     def effective_priority(self, sequence: Sequence, now: int) -> int:
-        """A sequence's priority in step `now`; 0 where priorities do not count, except in the background."""
+        """A sequence's priority in step `now`; 0 without priorities, except in the background."""
         if sequence.is_background:
             return BACKGROUND
         if self._aging_steps is None:
@@ -45,7 +43,7 @@ class ServiceOrder:
     # a constant. Within such a residue the order therefore never changes.
 
     def fixed_rank(self, sequence: Sequence) -> tuple[int, Rank]:
-        """A sequence's residue, and its rank among those of the same residue, which is the same at all times."""
+        """A sequence's residue, and its constant rank within that residue."""
         if sequence.is_background:
             return _IN_BACKGROUND, (BACKGROUND, sequence.sequence_id)
         if self._aging_steps is None:

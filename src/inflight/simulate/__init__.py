@@ -1,4 +1,4 @@
-"""Plans capacity before it is bought: the real scheduler and block pool on a virtual clock. No model, no tensors."""
+"""Capacity planning: the real scheduler and block pool on a virtual clock. No model, no tensors."""
 
 from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.fitting import WatchedCost, fit_cost

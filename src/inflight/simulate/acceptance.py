@@ -1,4 +1,4 @@
-"""`AcceptanceRate`: how often a drafter draft tokens, and how often it is right; and a drafter that is right as often.
+"""`AcceptanceRate`: how often there are draft tokens, and how often they are accepted; and a drafter with that rate.
 
 The engine's own `Speculation` decides how many draft tokens run, by step costs on the virtual clock. The cost of
 drafting itself is not simulated.
@@ -19,10 +19,10 @@ WRONG = -1
 
 @dataclass(frozen=True, slots=True)
 class AcceptanceRate:
-    """How good draft tokens are.
+    """The quality of draft tokens.
 
     Attributes:
-        acceptance: how likely a draft token is right if those before it are.
+        acceptance: probability that a draft token is accepted if those before it are.
         share: of a sequence's decodes, how many have draft tokens.
     """
 
@@ -31,7 +31,7 @@ class AcceptanceRate:
 
     @classmethod
     def from_steps(cls, steps: Iterable[StepRecord]) -> "AcceptanceRate | None":
-        """Those of recorded steps; None: they have no draft tokens."""
+        """The rate of recorded steps; None: they have no draft tokens."""
         decodes = [span for step in steps for span in step.spans if span.kind == "decode"]
         drafts = [span for span in decodes if span.num_draft_tokens]
         if not drafts:
@@ -47,7 +47,7 @@ def generated_token(sequence_id: int) -> int:
 
 
 class SimulatedDrafter:
-    """A `Drafter` that is right as often as a rate says, by chance."""
+    """A `Drafter` that is right at random, at a given rate."""
 
     def __init__(self, rate: AcceptanceRate, seed: int = 0) -> None:
         self._rate = rate

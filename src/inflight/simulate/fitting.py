@@ -18,7 +18,7 @@ from inflight.simulate.step_cost import StepCost, StepLoad
 
 ROUNDS = 8
 FARTHEST = 4.0
-"""A step is an outlier if its relative error is more than this many times the median: other programs disturbed it."""
+"""A step is an outlier, disturbed by other programs, if its relative error exceeds this multiple of the median."""
 
 SMALLEST_SPREAD, SMALLEST_SECONDS = 1e-9, 1e-9
 
@@ -50,13 +50,12 @@ NOTHING = StepLoad(0, 0, 0, 0)
 
 @dataclass(slots=True)
 class WatchedCost:
-    """A fitted cost that counts the steps which it was not fitted to.
+    """A fitted cost that counts steps outside its data.
 
     Attributes:
-        fewest_tokens, most: the range of loads in the recordings: the fewest tokens of a step, and the most of
-            everything.
-        largest: the most of everything that the cost was asked for.
-        num_steps, num_beyond: how often it was asked, and how often for a load outside of that range.
+        fewest_tokens, most: the range of recorded loads: the fewest tokens of a step, and the maximum of each load.
+        largest: the maximum of each load that was asked for.
+        num_steps, num_beyond: steps in all, and those outside that range.
     """
 
     cost: StepCost
@@ -68,7 +67,7 @@ class WatchedCost:
 
     @classmethod
     def fit(cls, cost: StepCost, recordings: Sequence[Recording]) -> "WatchedCost":
-        """Watch a cost that was fitted to these recordings."""
+        """Watch a cost fitted to these recordings."""
         loads = [load_of(step) for recording in recordings for step in recording.steps]
         return cls(cost, min(load.num_tokens for load in loads), StepLoad(*map(max, zip(*loads, strict=True))))
 
@@ -82,7 +81,7 @@ class WatchedCost:
 
     @property
     def warning(self) -> str:
-        """A sentence about steps outside of what was recorded; empty if there were none."""
+        """A sentence about extrapolated steps; empty if there were none."""
         if not self.num_beyond:
             return ""
         names = ("tokens", "rows of logits", "tokens of context", "attended keys")

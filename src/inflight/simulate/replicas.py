@@ -1,6 +1,6 @@
-"""`simulate_replicas`: requests on several simulated engines, sent there by the router that a server has.
+"""`simulate_replicas`: requests on several simulated engines, routed by the server's router.
 
-The router learns of first tokens and ends when the steps that gave them are over, as the server's does.
+The router learns of first tokens and ends at the end of their steps, as in the server.
 """
 
 from collections.abc import Iterable
@@ -53,7 +53,7 @@ def simulate_replicas(
 
 @dataclass(order=True, slots=True)
 class _RouterEvent:
-    """What the router learns at a time; in the order of the numbers, where times are equal."""
+    """An event for the router; ordered by time, then number."""
 
     time: float
     number: int
@@ -62,7 +62,7 @@ class _RouterEvent:
 
 
 class _Fleet:
-    """Engines, each with a clock of its own, and their router."""
+    """Engines, each with its own clock, and their router."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class _Fleet:
         self._sent: dict[str, tuple[RoutedRequest, SimulatedRequest]] = {}
 
     def run_until(self, time: float) -> None:
-        """Run all steps that begin before that time, and tell the router what it knows then."""
+        """Run all steps that begin before that time, and pass the router its events."""
         for engine in self.engines:
             while engine.has_unfinished_requests and engine.clock < time:
                 engine.step()
@@ -103,7 +103,7 @@ class _Fleet:
             self._tell(heappop(self._news))
 
     def submit(self, request: SimulatedRequest) -> None:
-        """Send a request that arrives now."""
+        """Route a request that arrives now."""
         available = range(len(self.engines))
         num_sequences = len(request.num_output_tokens)
         sent = self._router.send(request.prompt_token_ids, Root(), available, request.arrival, num_sequences)

@@ -1,7 +1,7 @@
 """The simulated requests: drawn from distributions, or replayed from a recording; made one at a time.
 
-Decides arrival times, lengths and which prompts share a prefix; knows no scheduler. Tokens have no meaning here; they
-are only equal or different.
+Decides arrival times, lengths and shared prefixes; knows no scheduler. Tokens have no meaning here; they are only equal
+or different.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,10 +1,9 @@
-"""`SimulatedEngine`: one engine's loop with the real scheduler and block pool, where a cost model says how long a step
-takes.
+"""`SimulatedEngine`: an engine's loop with the real scheduler and block pool, and a cost model for step times.
 
 Plans, blocks, preemptions and prefix hits are the engine's own, step by step; only the time is computed, and every
 sequence gets exactly its given number of tokens. A generated token is its sequence's number, so that no two sequences
 generate the same text. Therefore a prompt that repeats an earlier answer does not find it in the prefix cache here.
-Draft tokens are right by chance, as often as the caller says.
+Draft tokens are accepted at random, at the caller's rate.
 """
 
 from collections.abc import Callable
@@ -37,7 +36,7 @@ def enough_blocks(config: EngineConfig, layout: CacheLayout) -> int:
 
 @dataclass(slots=True)
 class Expected:
-    """What the simulation remembers about a request until its last sequence has ended."""
+    """The simulation's state of a request until its last sequence ends."""
 
     arrival: float
     num_output_tokens: tuple[int, ...]
@@ -51,8 +50,7 @@ class SimulatedEngine:
     Args:
         config: only its scheduling options matter. `num_blocks` None: as many as all slots could ever fill.
         cost: the cost of steps.
-        model: says which keys and values of a sequence are kept and shared, and when it is recomputed; None: a model
-            that keeps and shares everything.
+        model: its cache layout, sharing and recomputation; None: a model that keeps and shares everything.
         observer: called with each step's record, in virtual time.
         acceptance_rate: how many draft tokens are accepted; None: no speculation.
         limits_prefill: whether prefill beside decodes is bounded as in a server, unless `config` bounds it.
@@ -99,7 +97,7 @@ class SimulatedEngine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether another step would do something."""
+        """Whether another step would do anything."""
         return bool(self._expected)
 
     def _speculate(self, rate: AcceptanceRate, config: EngineConfig) -> Speculation:
@@ -168,7 +166,7 @@ class SimulatedEngine:
             self._on_first_token(request_id)
 
     def _end_early(self, sequence: Sequence) -> None:
-        """End a sequence that has all its tokens, if it gets fewer than others of its request."""
+        """End a sequence that has all its tokens, if others of its request get more."""
         request_id = sequence.request.request_id
         if request_id in self._uneven:
             wanted = self._expected[request_id].num_output_tokens[sequence.index]
@@ -188,7 +186,7 @@ class SimulatedEngine:
 
 
 def _sampled(span: Span) -> list[int]:
-    """The tokens that a span gives."""
+    """A span's new tokens."""
     if not span.num_logit_rows:
         return []
     token_id = generated_token(span.sequence_id)

@@ -1,7 +1,7 @@
 """`simulate`: requests on one simulated engine, on a virtual clock.
 
-With the policy "first come, first served", the scheduler gets no more requests than it could admit in a step: its
-decisions are the same, and a million requests take no memory.
+With the policy "fcfs", the scheduler gets no more requests than it could admit in a step: its decisions are the same,
+and a million requests take no memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -90,7 +90,7 @@ def in_order(requests: Iterable[SimulatedRequest]) -> Iterator[SimulatedRequest]
 
 
 def report_of(engines: Sequence[SimulatedEngine], seconds: float) -> RunReport:
-    """The report of all engines of a run that took so long."""
+    """The report of all engines of a run of this many seconds."""
     log = engines[0].log
     for engine in engines[1:]:
         log.add(engine.log)

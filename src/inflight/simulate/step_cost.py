@@ -1,4 +1,4 @@
-"""`StepCost`: how long a step takes, as a function of its load. A model of a machine that knows no scheduler.
+"""`StepCost`: a step's time as a function of its load: a model of a machine, independent of the scheduler.
 
     seconds = tokens(T) + per_logit_row * R + per_context_token * C + per_attended_key * K
 
@@ -43,7 +43,7 @@ class StepLoad(NamedTuple):
 
 
 class Cost(Protocol):
-    """Says how long steps take."""
+    """Predicts step times."""
 
     def seconds(self, load: StepLoad) -> float:
         """Return the seconds of a step with this load."""

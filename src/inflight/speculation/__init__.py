@@ -1,6 +1,6 @@
-"""Which tokens may come next, and how many of them are worth a row each. Knows tokens and plans, no tensor.
+"""Proposes draft tokens, and decides how many are worth their rows. Knows tokens and plans, no tensor.
 
-- `Speculation`: asks its drafters, and decides by cost how many of their tokens a step computes.
+- `Speculation`: asks its drafters, and decides by cost how many draft tokens a step verifies.
 - `Drafter`: one source of draft tokens. `Lookup`: what followed the same tokens before. `Constrained`: what a grammar
   allows.
 - `DraftModelProposer`: those of a draft model, on the blocks of the model's own sequences (`DraftCache`).

@@ -1,7 +1,7 @@
 """`Constrained`: draft tokens for sequences that must follow a grammar.
 
-Where only one text may come next, that text is drafted, in tokens as the tokenizer divides it; the model may still
-divide it otherwise. Elsewhere another drafter's tokens are taken, as far as the grammar allows them.
+Where the grammar forces the next text, that text is drafted as the tokenizer splits it; the model may still split it
+differently. Elsewhere another drafter's tokens are taken, as far as the grammar allows them.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,22 +11,22 @@ from inflight.contracts.speculation import Candidate
 from inflight.speculation.drafter import NO_DRAFT, Drafter, DraftTokens
 
 MEMORY = 0.98
-"""How much of what was seen counts after each new outcome."""
+"""The decay of earlier outcomes at each new one."""
 
 
 class Grammars(Protocol):
     """The grammars of an engine's sequences."""
 
     def follows(self, sequence_id: int) -> bool:
-        """Whether this sequence has a grammar, and has begun."""
+        """Whether this sequence has a grammar and has begun."""
         ...
 
     def forced(self, sequence_id: int, output: Sequence[int]) -> list[int]:
-        """Return the tokens that its grammar leaves no choice about after this output; none if there is a choice."""
+        """Return the tokens that its grammar forces after this output; none if there is a choice."""
         ...
 
     def num_allowed(self, sequence_id: int, output: Sequence[int], token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, may follow this output."""
+        """Return how many of these tokens, from the first, may follow this output."""
         ...
 
 
@@ -34,8 +34,8 @@ class Constrained:
     """Drafts for sequences with and without grammars; see `Drafter`.
 
     Args:
-        grammars: gives the grammars; None: no sequence has had one yet.
-        drafter: drafts where no grammar decides; None: there is none.
+        grammars: returns the grammars; None: no sequence has had one yet.
+        drafter: drafts where the grammar forces nothing; None: none.
     """
 
     def __init__(self, grammars: Callable[[], Grammars | None], drafter: Drafter | None) -> None:
@@ -45,7 +45,7 @@ class Constrained:
         self._num_right = self._num_tried = 1.0
 
     def propose(self, candidate: Candidate) -> DraftTokens:
-        """What the grammar leaves no choice about, else what another drafter finds and the grammar allows."""
+        """Propose the forced tokens, else another drafter's that the grammar allows."""
         grammars, sequence_id = self._grammars(), candidate.sequence_id
         if grammars is None or not grammars.follows(sequence_id):
             return self._ask(candidate)
@@ -60,7 +60,7 @@ class Constrained:
         return DraftTokens(token_ids[:num_allowed], chances[:num_allowed])
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
-        """Drop the sequences that have ended."""
+        """Drop finished sequences."""
         for sequence_id in [each for each in self._forced if not is_unfinished(each)]:
             del self._forced[sequence_id]
         if self._drafter is not None:

@@ -1,11 +1,10 @@
-"""`DraftCache`: which keys and values of a draft model lie in which block.
+"""`DraftCache`: tracks the content of a draft model's KV cache.
 
-They lie in a cache of their own, in blocks of the same numbers as the model's (and with as many more for each further
-cache group of the draft model). So it needs no bookkeeping of what a sequence holds: what is shared, forked, preempted
-or evicted there is so here. Only what has been computed is known by content: for each place, a hash of all tokens up to
-the one whose keys and values lie there.
+The draft model has its own cache, with the target model's block numbers (and as many more for each further cache
+group). So it needs no block tables of its own: blocks shared, forked, preempted or evicted there are so here. It only
+records what is computed: for each place, a hash of all tokens up to the one whose keys and values are there.
 
-Beyond the blocks that a sequence has, draft tokens go to spare blocks of its slot.
+Draft tokens beyond a sequence's blocks go to spare blocks of its slot.
 """
 
 from array import array
@@ -20,10 +19,10 @@ from inflight.contracts.speculation import Candidate
 
 @dataclass(frozen=True, slots=True)
 class DraftLayout:
-    """Where a draft model's keys and values lie.
+    """The layout of a draft model's cache.
 
     Attributes:
-        group: the model's cache group whose blocks these are: one that keeps all tokens.
+        group: the target model's cache group whose block numbers are used; it keeps all tokens.
         num_blocks: the model's blocks; each cache group of the draft model has more, see `num_draft_blocks`.
         max_draft_tokens: of a sequence in one step.
     """
@@ -41,7 +40,7 @@ class DraftLayout:
 
     @property
     def num_draft_blocks(self) -> int:
-        """The model's blocks, and the spare ones."""
+        """The target model's blocks, and the spare ones."""
         return self.num_blocks + self.max_num_seqs * self.num_spare_blocks
 
 
@@ -50,7 +49,7 @@ class DraftCache:
 
     def __init__(self, layout: DraftLayout) -> None:
         self.layout = layout
-        self._hashes = np.zeros((layout.num_draft_blocks, layout.block_size), dtype=np.int64)  # 0: nothing lies there
+        self._hashes = np.zeros((layout.num_draft_blocks, layout.block_size), dtype=np.int64)  # 0: empty
 
     def table(self, candidate: Candidate) -> BlockTable:
         """A candidate's blocks in the first cache group, and after them the spare ones of its slot."""
@@ -66,7 +65,7 @@ class DraftCache:
         return array("i", (np.frombuffer(table, dtype=np.int32) + group * self.layout.num_draft_blocks).tobytes())
 
     def num_seen(self, table: BlockTable, hashes: Sequence[int]) -> int:
-        """How many of the first tokens of a sequence are computed.
+        """How many of a sequence's first tokens are computed.
 
         Args:
             hashes: of each token and all before it (see `extend`).
@@ -77,7 +76,7 @@ class DraftCache:
         return int(different.argmax()) if different.any() else len(hashes)
 
     def observe(self, table: BlockTable, hashes: Sequence[int], start: int, end: int, num_lasting: int) -> None:
-        """The tokens `[start, end)` of a sequence were computed; those from `num_lasting` on must be computed again."""
+        """The tokens `[start, end)` of a sequence were computed; those from `num_lasting` on must be recomputed."""
         size = self.layout.block_size
         positions = np.arange(start, end)
         blocks = np.frombuffer(table, dtype=np.int32)[positions // size]

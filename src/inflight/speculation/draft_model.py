@@ -1,8 +1,8 @@
-"""`Drafting`: a smaller model of the same vocabulary says what comes next (Leviathan et al., 2023).
+"""`DraftModelProposer`: drafts with a smaller model of the same vocabulary (Leviathan et al., 2023).
 
-It runs only when it is asked, and then first makes up for the tokens that it has not seen. It chooses as the model will
-choose: with the request's temperature and filters, and with the very random number that the model's own choice at that
-position takes. So its draft tokens are about as good at every temperature.
+The model runs only on demand, and then first computes the tokens that it has not seen. It samples as the target model
+will: with the request's temperature and filters, and with the same random number for each position. So acceptance is
+about equal at every temperature.
 """
 
 import logging
@@ -23,15 +23,15 @@ from inflight.speculation.step_times import StepTimes
 logger = logging.getLogger(__name__)
 
 MEMORY, SEQUENCE_MEMORY = 0.99, 0.95
-"""How much of what was seen of all sequences, and of one, counts after each new outcome."""
+"""The decay of earlier outcomes, of all sequences and of one, at each new one."""
 FORGETTING = 0.998
-"""How much of it counts after a step that is better off without a draft: in the end it is tried again."""
+"""Their decay at each step that is better off without a draft, so that it is eventually tried again."""
 PRIOR, PRIOR_WEIGHT = 0.7, 4.0
-"""How likely a draft token is right before any was verified, and as how many outcomes that counts."""
+"""The prior acceptance rate, and its weight in outcomes."""
 MOST_UNSEEN = 512
-"""How many tokens that the draft model has not seen it computes in a step, before it drafts."""
+"""Unseen tokens that the draft model computes in a step, before it drafts."""
 STEPS_TO_REPAY = 64
-"""Steps in which that must have paid for itself."""
+"""Steps over which that must pay off."""
 
 
 class DraftRunner(Protocol):
@@ -44,13 +44,13 @@ class DraftRunner(Protocol):
 
 @dataclass(slots=True)
 class DraftedSequence:
-    """A sequence, as far as the draft model has to do with it.
+    """The proposer's state of a sequence.
 
     Attributes:
-        hashes: for each of its tokens, of the tokens up to it.
+        hashes: for each of its tokens, a hash of the tokens up to it.
         outcomes: of its draft tokens.
         proposed: the last draft tokens, after its first `num_tokens` tokens.
-        num_seen: how many tokens were computed by then, draft tokens included.
+        num_seen: tokens computed by then, draft tokens included.
     """
 
     hashes: "array[int]" = field(default_factory=lambda: array("q"))
@@ -71,7 +71,7 @@ class Draft:
     token_ids: list[int] = field(default_factory=list)
 
     def span(self, most: int) -> Span:
-        """The next tokens to compute, at most `most`; the last of them gives a token if nothing follows it."""
+        """The next tokens to compute, at most `most`; the sequence's last one gives a draft token."""
         token_ids, start = self.candidate.token_ids, self.num_seen
         known = token_ids[start : start + most] if start < len(token_ids) else self.token_ids[start - len(token_ids) :]
         is_last = start + len(known) == len(self.hashes)
@@ -124,7 +124,7 @@ class DraftModelProposer:
     # ------------------------------------------------------------------------------------- whether it is worth it
 
     def chance(self, candidate: Candidate) -> float:
-        """How likely each draft token of a sequence is right if those before it are; 0 if there can be none."""
+        """The acceptance rate expected for a sequence's draft tokens; 0 if it can have none."""
         if self._has_failed or len(candidate.token_ids) + candidate.max_draft_tokens > self._max_len:
             return 0.0
         drafted = self._drafted.setdefault(candidate.sequence_id, DraftedSequence())
@@ -137,7 +137,7 @@ class DraftModelProposer:
         return drafted.outcomes.chance(self._outcomes.chance(PRIOR, PRIOR_WEIGHT), PRIOR_WEIGHT)
 
     def seconds(self, candidates: Sequence[Candidate], length: int) -> float:
-        """How long it takes to draft `length` tokens for each of these, whose `chance` was asked; 0: not known yet."""
+        """Seconds to draft `length` tokens for each candidate, after `chance`; 0: unknown yet."""
         of_step = self.times.seconds(len(candidates))
         if of_step is None:
             return 0.0
@@ -153,8 +153,8 @@ class DraftModelProposer:
     # ------------------------------------------------------------------------------------- drafting
 
     def propose(self, candidates: Sequence[Candidate], length: int) -> list[DraftTokens]:
-        """Up to `length` tokens for each candidate whose `chance` was asked: fewer if one of them ends the sequence,
-        none if there is much that the draft model has not seen yet."""
+        """Propose up to `length` tokens for each candidate, after `chance`: fewer if one ends the sequence, none while
+        many tokens are unseen."""
         drafts = [self._begin(each) for each in candidates]
         budget, spans = self._max_unseen, []
         for draft in sorted(drafts, key=lambda draft: len(draft.hashes) - draft.num_seen):
@@ -183,7 +183,7 @@ class DraftModelProposer:
         return DraftTokens(draft.token_ids, [chance] * len(draft.token_ids))
 
     def _run(self, spans: Sequence[tuple[Draft, Span]]) -> list[Draft]:
-        """Compute spans; return the drafts that have got another token and may have more."""
+        """Compute spans; return the drafts that got another token and may have more."""
         plan = StepPlan(
             tuple(span for _, span in spans),
             tuple(
@@ -212,11 +212,11 @@ class DraftModelProposer:
         return going_on
 
     def _num_lasting(self, draft: Draft, num_tokens: int) -> int:
-        """How many of the first tokens of a sequence need not be computed again."""
+        """How many of a sequence's first tokens need no recomputation."""
         return num_tokens if self._keeps_drafts else min(num_tokens, len(draft.candidate.token_ids))
 
     def _assignments(self, candidates: Iterable[Candidate]) -> Iterator[SlotAssignment]:
-        """The sequences that have moved into a slot since the draft model last saw one there."""
+        """Assignments of slots that have a new sequence for the draft model."""
         for each in candidates:
             if self._in_slots[each.slot] != each.sequence_id:
                 self._in_slots[each.slot] = each.sequence_id

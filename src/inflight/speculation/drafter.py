@@ -1,4 +1,4 @@
-"""`Drafter`: one source of draft tokens, and how likely they are accepted."""
+"""`Drafter`: one source of draft tokens, with their chances."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
@@ -7,10 +7,10 @@ from inflight.contracts.speculation import Candidate
 
 
 class DraftTokens(NamedTuple):
-    """Tokens that may come next.
+    """Proposed tokens.
 
     Attributes:
-        chances: of each token, how likely it is right if all before it are; from 0 to 1.
+        chances: of each token, the probability from 0 to 1 that it is accepted if all before it are.
     """
 
     token_ids: Sequence[int]
@@ -32,7 +32,7 @@ class Drafter(Protocol):
         ...
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
-        """Keep nothing for sequences that have ended.
+        """Drop the state of finished sequences.
 
         Args:
             is_unfinished: whether the sequence of an id still waits or runs.

@@ -1,9 +1,9 @@
-"""`Lookup`: what followed the same tokens before: in the sequence itself, in what its caller predicts, or in recent
-outputs of others.
+"""`Lookup`: drafts what followed the same tokens before: in the sequence, in its caller's prediction, or in recent
+outputs.
 
-Takes the longest suffix of a sequence that occurred earlier, and drafts what followed it (prompt lookup,
-Saxena, 2023; over other requests' outputs as in SuffixDecoding, Oliaro et al., 2024). How likely that is, it learns
-from every token that comes, by the length of the suffix, whether or not the draft tokens were verified.
+Takes the longest suffix of a sequence that occurred earlier, and drafts what followed it (prompt lookup, Saxena, 2023;
+over other requests' outputs as in SuffixDecoding, Oliaro et al., 2024). It learns acceptance rates by the length of the
+suffix, from every new token, whether or not its draft tokens were verified.
 """
 
 from bisect import bisect_right
@@ -15,22 +15,21 @@ from inflight.speculation.drafter import NO_DRAFT, DraftTokens
 from inflight.speculation.suffix_automaton import Cursor, SuffixAutomaton
 
 LENGTHS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
-"""The shortest suffix of each class of suffixes that are about equally likely to go on as before."""
+"""The shortest suffix of each class with about equal acceptance rates."""
 MEMORY = 0.97
-"""How much of what was seen counts after each new outcome of its class."""
+"""The decay of earlier outcomes of a class at each new one."""
 SEQUENCE_MEMORY = 0.9
 PRIOR_WEIGHT = 3.0
-"""As how many outcomes of a sequence's own those of all sequences count."""
+"""The weight of all sequences' outcomes, in outcomes of the sequence's own."""
 LONGEST_TRIED = 32
 """How many draft tokens are compared with the tokens that came."""
 LEAST_CHANCE = 0.02
 """A draft ends where it is less likely than this that all of it is right."""
 MAX_RECENT_TOKENS = 1 << 16
-"""How many tokens of recent outputs are kept for each salt, at least; at most twice as many."""
+"""Tokens of recent outputs kept for each salt: at least this many, at most twice as many."""
 MAX_SALTS = 16
 BEGINNING, END = -2, -3
-"""Stand around a predicted output. The first stands before what comes, too: so the one is drafted from the other from
-the start."""
+"""Markers around a prediction. The output starts with the first one, too, so that the prediction's start is found."""
 
 
 class SuffixOutcomes:
@@ -50,11 +49,11 @@ class SuffixOutcomes:
 
 @dataclass(slots=True)
 class TrackedSequence:
-    """A sequence, as far as it was looked at.
+    """A sequence's state.
 
     Attributes:
-        prediction: where its output is in what its caller predicts.
-        cursors: where it is in what was kept of others' outputs.
+        prediction: its place in the caller's prediction.
+        cursors: its places in recent outputs.
         proposed: the last draft tokens, after its first `num_tokens` tokens and a suffix of length `length`.
     """
 
@@ -69,20 +68,20 @@ class TrackedSequence:
 
     @property
     def num_tokens(self) -> int:
-        """How many of its tokens were looked at."""
+        """Number of its tokens read so far."""
         return len(self.automaton.token_ids)
 
 
 class RecentOutputs:
-    """The latest outputs of one salt, one after the other, in two automata: the younger one grows, and replaces the
-    older one when it is full."""
+    """The latest outputs of one salt, concatenated in two automata: the younger grows, and replaces the older when
+    full."""
 
     def __init__(self) -> None:
         self.automata: list[SuffixAutomaton] = []
         self._num_outputs = 0
 
     def add(self, token_ids: "memoryview | list[int]") -> None:
-        """Keep an output."""
+        """Add an output."""
         if not self.automata or len(self.automata[0].token_ids) >= MAX_RECENT_TOKENS:
             self.automata = [SuffixAutomaton(), *self.automata[:1]]
         young = self.automata[0]
@@ -93,7 +92,7 @@ class RecentOutputs:
 
 
 class Lookup:
-    """Looks draft tokens up; see `Drafter`."""
+    """Proposes by lookup; see `Drafter`."""
 
     def __init__(self) -> None:
         self._followed: dict[int, TrackedSequence] = {}
@@ -101,7 +100,7 @@ class Lookup:
         self._record = SuffixOutcomes(MEMORY)
 
     def propose(self, candidate: Candidate) -> DraftTokens:
-        """What followed the longest known suffix before."""
+        """Propose what followed the longest known suffix."""
         followed = self._followed.get(candidate.sequence_id)
         if followed is None:
             followed = self._follow(candidate)
@@ -121,7 +120,7 @@ class Lookup:
         return DraftTokens(followed.proposed[: len(chances)], chances)
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
-        """Drop the sequences that have ended, and keep their outputs for others."""
+        """Drop finished sequences, keeping their outputs for others."""
         for sequence_id in [each for each in self._followed if not is_unfinished(each)]:
             ended = self._followed.pop(sequence_id)
             recent = self._recent.pop(ended.cache_salt, None) or RecentOutputs()
@@ -142,7 +141,7 @@ class Lookup:
         return followed
 
     def _catch_up(self, followed: TrackedSequence, candidate: Candidate) -> None:
-        """Look at the tokens that have come since, and compare the last draft tokens with them."""
+        """Read new tokens, and compare the last draft tokens with them."""
         num_seen = followed.num_tokens
         new = candidate.token_ids[num_seen:]
         for place, (proposed, token_id) in enumerate(zip(followed.proposed, new, strict=False)):
@@ -167,7 +166,7 @@ class Lookup:
                 cursor.advance(token_id)
 
     def _chances(self, followed: TrackedSequence, length: int) -> list[float]:
-        """How likely each draft token after a suffix of this length is right, as long as it is worth knowing."""
+        """The chances of draft tokens after a suffix of this length, down to `LEAST_CHANCE`."""
         chances: list[float] = []
         every, own, all_right = self._record, followed.record, 1.0
         kind, first = _kind(length), length
@@ -199,8 +198,8 @@ def _kind(length: int) -> int:
 
 
 def _continuation(automaton: SuffixAutomaton, end: int, max_tokens: int) -> list[int]:
-    """A limited number of tokens from position `end` on, up to the end of an output; what ends with the text itself is
-    taken to repeat."""
+    """At most `max_tokens` tokens from position `end`, up to the end of an output; at the end of the text they
+    repeat."""
     token_ids = automaton.token_ids[end : end + max_tokens].tolist()
     for place, token_id in enumerate(token_ids):
         if token_id < 0:

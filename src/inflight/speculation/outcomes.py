@@ -1,11 +1,11 @@
-"""`Outcomes`: how often draft tokens of one kind were right."""
+"""`Outcomes`: a running acceptance rate."""
 
 
 class Outcomes:
-    """A running share of accepted draft tokens.
+    """A running share of correct draft tokens.
 
     Args:
-        memory: how much of what was seen counts after each new outcome.
+        memory: the decay of earlier outcomes at each new one.
     """
 
     def __init__(self, memory: float) -> None:
@@ -22,6 +22,6 @@ class Outcomes:
         return (self._num_right + prior * weight) / (self._num_tried + weight)
 
     def fade(self, share: float) -> None:
-        """From now on what was seen counts only so much."""
+        """Multiply the weight of earlier outcomes by `share`."""
         self._num_right *= share
         self._num_tried *= share

@@ -1,12 +1,12 @@
-"""`Speculation`: how many draft tokens of which sequences a step computes.
+"""`Speculation`: decides how many draft tokens of which sequences a step verifies.
 
-Every draft token costs a row, and saves a part of a step if it is right. The most likely ones come first, and as many
-are taken as make the most tokens a second: those that the step is expected to give, divided by how long it takes. Where
-rows are expensive or draft tokens are rejected, that is none.
+Every draft token costs a row, and saves part of a step if accepted. The most likely ones are taken first, as many as
+maximise tokens per second: the step's expected tokens divided by its time. Where rows are expensive or draft tokens are
+rejected, that is none.
 
-Drafting itself takes time, too. It may take a hundredth of the time of all steps, and what draft tokens have saved. A
-draft model takes much more: before it is asked, what it is expected to be right about is weighed against how long it
-takes, and it drafts only for sequences about which nothing else knows as much.
+Drafting may take 1 % of all steps' time, plus the time that draft tokens have saved. A draft model takes much more:
+before it runs, its expected gain is weighed against its time, and it drafts only for sequences where it beats the other
+drafters.
 """
 
 import time
@@ -22,23 +22,23 @@ from inflight.speculation.drafter import NO_DRAFT, Drafter, DraftTokens
 from inflight.speculation.step_times import StepTimes
 
 LEAST_GAIN = 1.01
-"""The factor by which draft tokens must be expected to improve a step: what is expected is not known exactly."""
+"""The least expected gain of draft tokens, as a factor: expectations are inexact."""
 LEAST_GAIN_OF_DRAFT = 1.05
 """The same for asking a draft model."""
 SHARE_OF_TIME = 0.01
-"""How much of the time of steps drafting may take if it saves nothing."""
+"""The share of steps' time that drafting may take if it saves nothing."""
 FEWEST_STEPS_WITH_DRAFTS, MOST_STEPS_WITH_DRAFTS = 4, 100
-"""Steps, at first and in the end, after which one has no draft tokens, to measure how long it takes then."""
+"""Steps, initially and finally, after which one runs without draft tokens, to measure its time."""
 CALIBRATION_MEMORY, CALIBRATION_WEIGHT, CALIBRATION_FORGETTING = 0.99, 10.0, 0.998
-"""How much of what was hoped for, and what came of it, counts after each step with draft tokens; and for how many
-tokens it counts that hopes come true. Of many draft tokens those are taken whose chances were overestimated. After a
-step without them less of it counts: in the end it is tried again."""
+"""Calibration of chances by expected and accepted tokens: the decay at each step with draft tokens, the prior's weight
+in tokens, and the decay at each step without, so that drafting is eventually tried again. It is needed because choosing
+the best chances favours overestimated ones."""
 MOST_CREDIT = 0.1
-"""How many seconds drafting may take at most until it has to save some again."""
+"""Most seconds that drafting may take before it must save some again."""
 
 
 class PlannedStep(NamedTuple):
-    """A step without draft tokens: its tokens, how many sequences it gives one, and how many tokens may be added."""
+    """A step without draft tokens: its tokens, the sequences that get one, and the budget for draft tokens."""
 
     num_tokens: int
     num_sequences: int
@@ -49,7 +49,7 @@ class Speculation:
     """Chooses the draft tokens of one scheduler.
 
     Args:
-        drafter: what may come next.
+        drafter: proposes draft tokens.
         max_draft_tokens: of a sequence in one step.
         times: how long steps take.
         clock: seconds, for how long drafting takes.
@@ -69,16 +69,16 @@ class Speculation:
         self._drafter = drafter
         self._proposer = proposer
         self._clock = clock
-        self._seconds_drafting = 0.0  # for the step that is planned
+        self._seconds_drafting = 0.0  # for the planned step
         self._credit = MOST_CREDIT
         self._num_expected = self._num_accepted = 0.0  # tokens
-        self._num_expected_now = 0.0  # in the step that is planned
-        self._num_with_drafts = 0  # steps since the last without
+        self._num_expected_now = 0.0  # in the planned step
+        self._num_with_drafts = 0  # steps since the last one without
         self._most_with_drafts = FEWEST_STEPS_WITH_DRAFTS
 
     @property
     def is_ready(self) -> bool:
-        """Whether drafting may take time now, and it is known how long steps take."""
+        """Whether drafting may take time now, and step times are known."""
         return (self._credit > 0 or self._proposer is not None) and self.times.seconds(1) is not None
 
     def propose(
@@ -109,7 +109,7 @@ class Speculation:
         Args:
             num_tokens: of the step, with draft tokens.
             num_draft_tokens, num_accepted: draft tokens, and how many of them were right.
-            num_sequences: how many sequences it gave a token.
+            num_sequences: sequences that got a token.
         """
         seconds -= self._seconds_drafting
         self._seconds_drafting = 0.0
@@ -144,7 +144,7 @@ class Speculation:
         return DraftTokens(useful, draft.chances[: len(useful)])
 
     def _best(self, drafts: Sequence[DraftTokens], step: PlannedStep) -> tuple[list[int], float]:
-        """The draft tokens that make the most tokens a second, each as its draft's place; and how many that is."""
+        """The draft tokens that maximise tokens per second, each as its draft's index; and that rate."""
         without = self.times.seconds(step.num_tokens)
         if without is None:
             return [], 0.0

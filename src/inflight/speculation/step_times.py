@@ -1,8 +1,8 @@
-"""`StepTimes`: how long a step takes here, by the number of its tokens, learned from the steps that ran.
+"""`StepTimes`: predicts a step's time from its number of tokens, learned from past steps.
 
-Steps of about equally many tokens share a running average; between two averages that are known the time is a straight
-line, and no step takes longer than one of more tokens. Beyond the largest it is taken to grow slowly, as it does while
-weights are read from memory: so it is tried, and then it is known. Pure: callers pass durations in.
+Steps of similar size share a running average; times between known averages are interpolated, and never fall with more
+tokens. Beyond the largest size, times are assumed to grow slowly, as in memory-bound steps: so larger steps are tried,
+and then measured. Pure: callers pass durations in.
 """
 
 from bisect import bisect_left
@@ -13,16 +13,16 @@ SIZES = (1, 2, 3, 4, 5, 6, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 64, 80, 96
 SMOOTHING = 0.2
 """Weight of the newest duration in a running average."""
 LARGEST_SURPRISE = 2.0
-"""A duration counts as at most this multiple of the average: a step that was held up says nothing about its size."""
+"""A duration counts as at most this multiple of the average: a stalled step says nothing about its size."""
 UNKNOWN_TOKEN = 0.01
-"""What a token beyond the largest known size is taken to cost, as a share of that size's time."""
+"""The assumed cost of a token beyond the largest known size, as a share of that size's time."""
 
 
 class StepTimes:
     """Running averages of durations, by size."""
 
     def __init__(self) -> None:
-        self._sizes: list[int] = []  # those that are known
+        self._sizes: list[int] = []  # known sizes
         self._seconds: list[float] = []  # the average of each
         self._numbers: list[int] = []  # how many steps it is the average of
         self._least: list[float] = []  # the least average of this size and all larger ones
@@ -46,7 +46,7 @@ class StepTimes:
         return bool(self._sizes) and self._sizes[0] <= SIZES[min(bisect_left(SIZES, num_tokens), len(SIZES) - 1)]
 
     def seconds(self, num_tokens: int) -> float | None:
-        """How long a step of `num_tokens` will take, in seconds; None: nothing is known yet."""
+        """The predicted seconds of a step of `num_tokens`; None: unknown yet."""
         sizes, seconds = self._sizes, self._least
         if not sizes:
             return None

@@ -1,4 +1,4 @@
-"""`SuffixAutomaton`: where the last tokens of a growing text occurred before, without a search.
+"""`SuffixAutomaton`: finds earlier occurrences of a growing text's last tokens, without a search.
 
 The automaton of all substrings (Blumer et al., "The smallest automaton recognizing the subwords of a text", 1985),
 built token by token in constant amortised time. A state stands for substrings that end at the same places; its link
@@ -13,7 +13,7 @@ NONE = -1
 
 
 class SuffixAutomaton:
-    """A text that grows at its end. Tokens are whole numbers of 32 bits; -1 is not one of them.
+    """A text that grows at its end. Tokens are 32-bit integers other than -1.
 
     Attributes:
         token_ids: the text.
@@ -45,13 +45,13 @@ class SuffixAutomaton:
         self._last = new
 
     def last_occurrence(self) -> tuple[int, int]:
-        """The longest suffix of the text that occurs in it before: its length, and the position after an earlier
-        occurrence, most often the latest. Length 0 if its last token is new."""
+        """The longest suffix of the text that occurred earlier: its length, and the position after an earlier
+        occurrence, usually the latest. Length 0 if its last token is new."""
         suffix = self._links[self._last]
         return (0, 0) if suffix <= ROOT else (self._lengths[suffix], self._ends[suffix])
 
     def _split(self, state: int, token_id: int, target: int) -> int:
-        """Divide `target`: the substrings that end where the text ends now get a state of their own."""
+        """Split `target`: the substrings that end at the end of the text get their own state."""
         clone = self._add_state(self._lengths[state] + 1, self._links[target], self._ends[target])
         self._first_tokens[clone], self._first_targets[clone] = self._first_tokens[target], self._first_targets[target]
         if (others := self._others.get(target)) is not None:
@@ -84,7 +84,7 @@ class SuffixAutomaton:
 
 
 class Cursor:
-    """A place in an automaton that follows another text: the longest suffix of that text which the automaton's has."""
+    """A place in an automaton that tracks another text: the longest suffix of that text found in the automaton's."""
 
     def __init__(self, automaton: SuffixAutomaton) -> None:
         self.automaton = automaton
@@ -92,7 +92,7 @@ class Cursor:
         self._length = 0
 
     def advance(self, token_id: int) -> None:
-        """Follow the other text by one token."""
+        """Advance by one token of the other text."""
         automaton = self.automaton
         self._settle()
         while (target := automaton._target(self._state, token_id)) == NONE and self._state != ROOT:
@@ -107,7 +107,7 @@ class Cursor:
         return self._length, self.automaton._ends[self._state]
 
     def _settle(self) -> None:
-        """Go to the state that has the suffix: since the last call states may have been divided."""
+        """Move to the state of the suffix: states may have been split since the last call."""
         links, lengths = self.automaton._links, self.automaton._lengths
         while self._state != ROOT and self._length <= lengths[links[self._state]]:
             self._state = links[self._state]

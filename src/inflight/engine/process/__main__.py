@@ -1,8 +1,7 @@
 """The engine's process: commands arrive on standard input, events leave on standard output.
 
-It ends when its standard input ends, because the caller closed it or died, whatever the engine is doing then; if there
-are prefixes or records to save, it may finish its step and save them first. Anything that is printed here goes to
-standard error.
+It ends when its standard input does, because the caller closed it or died; with prefixes or records to save, it may
+first finish its step and save them. Anything printed here goes to standard error.
 """
 
 import os
@@ -26,8 +25,8 @@ SECONDS_TO_SAVE = 4.5
 """After that, callers kill it (`connection.SECONDS_TO_END`)."""
 
 SWITCH_INTERVAL = 0.0001
-"""Seconds after which a thread that reads or compiles requests gives the interpreter back. A step gives it up at each
-of its operators, a hundred times, and each time waits as long to get it back."""
+"""The interpreter's switch interval, in seconds. A step releases the GIL at each of its hundred operators, and waits as
+long each time for a thread that reads or compiles requests."""
 
 
 def main() -> int:
@@ -38,13 +37,13 @@ def main() -> int:
     if asked is None:
         return 0
     if asked.cpus is not None and hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, asked.cpus)  # before any thread is made: each takes over what its maker may use
+        os.sched_setaffinity(0, asked.cpus)  # before any thread is made: threads inherit the CPU mask
     commands: Commands = SimpleQueue()
     saves = asked.config.prefix_cache.folder is not None or asked.watching.record_to is not None
     seconds_to_save = SECONDS_TO_SAVE if saves else None
     threading.Thread(target=_listen, args=(incoming, commands, seconds_to_save), daemon=True).start()
 
-    with garbage_collection_paused():  # this takes long; the thread notices meanwhile if the caller dies
+    with garbage_collection_paused():  # slow; meanwhile the thread notices if the caller dies
         if asked.config.tensor_parallel_size > 1:
             start_early(asked.config.tensor_parallel_size)
         from inflight.engine.engine import Engine
@@ -78,9 +77,9 @@ def _listen(incoming: BinaryIO, commands: Commands, seconds_to_save: float | Non
             commands.put(command)
         if seconds_to_save is not None:
             commands.put(None)
-            time.sleep(seconds_to_save)  # unless the process ends meanwhile, as it should
+            time.sleep(seconds_to_save)  # unless the process ends first, as it should
     finally:
-        os._exit(0)  # the engine may be in the middle of anything, and no caller is left
+        os._exit(0)  # the engine may be in any state, and no caller is left
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""`Connection`: starts an engine's loop, in a process of its own or in a thread of this one, and carries messages to
-and from it without looking into them."""
+"""`Connection`: starts an engine's loop, in its own process or in a thread, and carries messages to and from it."""
 
 from __future__ import annotations
 
@@ -18,23 +17,23 @@ if TYPE_CHECKING:
     from inflight.engine.engine import Engine
 
 SECONDS_TO_END = 5.0
-"""How long an engine that was told to end may take before it is killed."""
+"""Seconds that an engine may take to end before it is killed."""
 
 
 class Connection(Protocol):
     """One engine loop. Any thread may `send` and `close`; one thread listens."""
 
     def send(self, command: Command) -> None:
-        """Queue a command, and return at once, whatever the engine is doing. Does nothing if the engine has ended."""
+        """Queue a command and return at once. Does nothing if the engine has ended."""
 
     def listen(self, take: Callable[[Event], None]) -> None:
         """Call a function with each event, until the engine has ended."""
 
     def close(self) -> None:
-        """Tell the engine to end, and return at once, without waiting for it."""
+        """Tell the engine to end, and return at once."""
 
     def kill(self) -> None:
-        """End an engine that does not answer, if that is possible."""
+        """Kill the engine, if possible."""
 
     def ending(self) -> str:
         """How it ended, such as "was killed by SIGKILL". Call it after the last event."""
@@ -91,7 +90,7 @@ class ProcessConnection:
 
 
 class ThreadConnection:
-    """A connection to an engine in this process: the thread that listens runs it.
+    """A connection to an engine in this process: the listening thread runs it.
 
     Args:
         load: makes the engine, in that thread.

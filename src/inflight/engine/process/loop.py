@@ -1,4 +1,4 @@
-"""`serve`: runs an engine by messages. Between steps it obeys the commands that have come; when idle, it waits for one.
+"""`serve`: runs an engine by messages. It executes commands between steps; when idle, it waits for one.
 
 Runs in a process of its own or in a thread, and does not know which. Other threads compile requests.
 """
@@ -45,7 +45,7 @@ NUM_COMPILING = 2
 """How many requests are compiled at a time."""
 
 MOST_AT_ONCE = 64
-"""Most commands that are obeyed between two steps: large requests take a millisecond each, and streams wait."""
+"""Most commands executed between two steps: a large request takes a millisecond, and streams wait."""
 
 
 def serve(
@@ -56,12 +56,13 @@ def serve(
     *,
     is_offline: bool = False,
 ) -> bool:
-    """Make an engine and run it until None comes. Returns whether all went well; if not, the last event says why.
+    """Make an engine and run it until the command None. Returns whether it succeeded; if not, the last event has the
+    error.
 
     Args:
-        is_offline: callers wait for whole outputs and not for tokens: no step's prefill is bounded for their sake, and
-            requests are compiled in turn, so that they are queued in the order in which they came.
-        watching: what is told of its steps; None: nothing is.
+        is_offline: callers wait for whole outputs, not for tokens: prefill is unbounded, and requests are compiled and
+            queued in the order of their arrival.
+        watching: observers of its steps; None: none.
     """
     try:
         engine = load()
@@ -82,7 +83,7 @@ def serve(
 
 
 def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[], None]:
-    """Let an engine be watched until the stack ends. Returns what is to be called after each step."""
+    """Attach observers until the stack ends. Returns a function to call after each step."""
     if watching.record_to is not None:
         from inflight.observe.rotating_recorder import RotatingRecorder
 
@@ -119,7 +120,7 @@ class _Loop:
         self._compiling: set[str] = set()
 
     def run(self) -> None:
-        """Step and obey commands until None comes."""
+        """Step and execute commands until None."""
         try:
             while True:
                 for command in self._arrived():
@@ -133,7 +134,7 @@ class _Loop:
             self._pool.shutdown(wait=False, cancel_futures=True)
 
     def _arrived(self) -> Iterator[Command | Callable[[], None] | None]:
-        """The first commands of those that have come; while there is nothing to compute, also those that will come."""
+        """The next queued commands; when idle, wait for one."""
         try:
             for _ in range(MOST_AT_ONCE):
                 yield self.commands.get(block=not self.engine.has_unfinished_requests)
@@ -167,7 +168,7 @@ class _Loop:
                 command()
 
     def _do_beside(self, request_id: str, work: Callable[[], None]) -> None:
-        """Do what takes long in another thread, and answer with `Done`, or with the error that it raises."""
+        """Run a slow function in another thread, and answer with `Done` or its error."""
         working = self._pool.submit(work)
         working.add_done_callback(lambda _: self.commands.put(lambda: self._tell_done(request_id, working)))
 
@@ -181,7 +182,7 @@ class _Loop:
         self.send(Refused(request_id, kind.__name__, str(error)))
 
     def _take_in(self, asked: Generate) -> None:
-        """Submit a request, after another thread has compiled it if that takes long (`Engine.compile`)."""
+        """Submit a request, after compiling it in another thread if that is slow (`Engine.compile`)."""
         engine, request_id = self.engine, asked.request_id
         accepted = engine.accept(
             request_id,
@@ -202,12 +203,12 @@ class _Loop:
         compiled.add_done_callback(lambda _: self.commands.put(lambda: self._submit_compiled(request_id, compiled)))
 
     def _submit_compiled(self, request_id: str, compiled: "Future[AcceptedRequest]") -> None:
-        if request_id in self._compiling:  # else it was aborted meanwhile
+        if request_id in self._compiling:  # otherwise it was aborted meanwhile
             self._compiling.remove(request_id)
             self._try_to(request_id, lambda: self.engine.submit(compiled.result()))
 
     def _try_to(self, request_id: str, take_in: Callable[[], None]) -> None:
-        """Take in a request, or refuse it. Whatever goes wrong with one request ends no other."""
+        """Accept or refuse a request. A failing request ends no other."""
         try:
             take_in()
         except (InvalidRequestError, QueueFullError) as error:

@@ -1,8 +1,8 @@
 """The protocol between a caller and an engine's loop: commands, events, and how a pipe carries them.
 
-A frame holds one message in MessagePack that names its type.
-Times are those of `time.monotonic()`, which all processes of a machine share. `Session` gives out each `request_id`
-once, so a late message about an abandoned request is never taken for one about another.
+A frame holds one message in MessagePack that names its type. Times are those of `time.monotonic()`, which all processes
+of a machine share. `Session` uses each `request_id` once, so a late message about an abandoned request is never
+mistaken for another's.
 """
 
 from collections.abc import Callable
@@ -23,8 +23,8 @@ from inflight.engine.frames import framed, read_frame
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):
-    """The first frame that an engine's process gets: which engine to make, from hub ids or folders, on which CPUs
-    it may run, and in which inherited file its weights lie (`execution.shared_memory`)."""
+    """The first frame: the engine to make, from hub ids or folders, its CPUs, and the inherited file for its weights
+    (`execution.shared_memory`)."""
 
     model: str
     tokenizer: str | None
@@ -35,10 +35,10 @@ class Load(msgspec.Struct, tag=True, frozen=True):
 
 
 class Generate(msgspec.Struct, tag=True, frozen=True):
-    """Run a request, and report on each of its sequences until it has ended.
+    """Run a request, and report each of its sequences until it ends.
 
     Attributes:
-        text: what to pool, in place of a prompt; None: it generates.
+        text: the text to pool, instead of a prompt; None: it generates.
     """
 
     request_id: str
@@ -52,7 +52,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
 
 class GenerateMany(msgspec.Struct, tag=True, frozen=True):
-    """Run several requests; the next step finds all of them queued."""
+    """Run several requests, all queued before the next step."""
 
     requests: list[Generate]
 
@@ -70,33 +70,33 @@ class AskStats(msgspec.Struct, tag=True, frozen=True):
 
 
 class AskLive(msgspec.Struct, tag=True, frozen=True):
-    """Answer with `Live` of the same `request_id`. While they keep coming, steps are recorded in `record_to`."""
+    """Answer with `Live` of the same `request_id`. While these keep coming, steps are recorded in `record_to`."""
 
     request_id: str
     record_to: RecordTo | None = None
 
 
 class OpenAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Read the adapter of a folder or a hub repository, and answer with `Done` of the same `request_id`."""
+    """Load the adapter of a folder or a hub repository, and answer with `Done` of the same `request_id`."""
 
     request_id: str
     source: str
 
 
 class CloseAdapter(msgspec.Struct, tag=True, frozen=True):
-    """Forget an adapter; requests that have it keep it."""
+    """Unload an adapter; running requests keep it."""
 
     source: str
 
 
 class SavePrefixes(msgspec.Struct, tag=True, frozen=True):
-    """Write all that is cached to `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
+    """Save all cached blocks in `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
 
     request_id: str
 
 
 class PinPrefix(msgspec.Struct, tag=True, frozen=True):
-    """Let what is saved of a prompt stay in `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
+    """Pin the saved blocks of a prompt in `prefix_cache_dir`, and answer with `Done` of the same `request_id`."""
 
     request_id: str
     token_ids: list[int]
@@ -112,7 +112,7 @@ class Ready(msgspec.Struct, tag=True, frozen=True):
 
 
 class Outputs(msgspec.Struct, tag=True, frozen=True):
-    """What one step, or an abort, gave all sequences."""
+    """The outputs of one step, or of an abort."""
 
     outputs: list[SequenceOutput]
 
@@ -132,7 +132,7 @@ class Live(msgspec.Struct, tag=True, frozen=True):
 
 
 class Done(msgspec.Struct, tag=True, frozen=True):
-    """The answer to a command that asks for nothing else, unless that is `Refused`."""
+    """A command without a result succeeded."""
 
     request_id: str
     value: None = None
@@ -147,7 +147,7 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 
 
 class Failed(msgspec.Struct, tag=True, frozen=True):
-    """The engine could not be made (a `ModelError`), or its loop failed; nothing follows."""
+    """The engine could not be made (a `ModelError`), or its loop failed. The last event."""
 
     message: str
     is_model_error: bool = False
@@ -158,11 +158,11 @@ Command: TypeAlias = (
 )
 Event: TypeAlias = Ready | Outputs | Stats | Live | Done | Refused | Failed
 Commands: TypeAlias = "SimpleQueue[Command | Callable[[], None] | None]"
-"""What an engine's loop does next: commands, and calls that it has put off itself; None: it ends."""
+"""The queue of an engine's loop: commands, and its own deferred calls; None: end."""
 
 
 def _plain(value: Any) -> Any:
-    """A value that MessagePack has no type for: a numpy number, or some kind of sequence."""
+    """Encode a value without a MessagePack type: a numpy number, or a sequence."""
     return float(value) if isinstance(value, float) else list(value)
 
 

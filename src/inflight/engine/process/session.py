@@ -1,7 +1,6 @@
-"""`Session`: one engine from its start to its end, and the mailboxes of all who wait for it.
-
-A thread listens to the engine. For each event loop it makes one call with everything that a step gave the loop's
-readers, so that a step wakes a loop once. A slow reader finds more in its mailbox, and holds up no other.
+"""`Session`: one engine from start to end, and the mailboxes of its readers. A thread listens to the engine. It makes
+one call per event loop with all of a step's outputs for the loop's readers, so a step wakes a loop once. A slow reader
+finds more in its mailbox, and delays no other.
 """
 
 import asyncio
@@ -65,7 +64,7 @@ class Mailbox:
         self._has_mail = asyncio.Event()
 
     async def read(self) -> list[Any]:
-        """Wait until something has come, and take all of it. Raises the error that has come, if one has."""
+        """Wait for outputs and take all of them. Raises the error if the request failed."""
         await self._has_mail.wait()
         self._has_mail.clear()
         mail, self._mail = self._mail, []
@@ -80,7 +79,7 @@ class Mailbox:
 
 
 Mail: TypeAlias = list[tuple[Mailbox, Any]]
-"""What came for whom."""
+"""Outputs with their mailboxes."""
 
 
 class _LoopClosedError(Exception):
@@ -106,7 +105,7 @@ class Session:
     Args:
         connect: starts the engine.
         delay: seconds to wait before that.
-        on_end: called in a thread at the end, with the error that all waiting readers are about to get.
+        on_end: called in a thread at the end, with the error that all waiting readers will get.
         step_timeout: see `Watchdog`; None: the engine is not watched.
         name: of the engine, for logs and errors.
         after: another one's `started`, which must be done before this one starts.
@@ -165,10 +164,10 @@ class Session:
             self._close(mailbox)
 
     def ask(self, command: Callable[[str], Command]) -> "Future[Any]":
-        """Send a command that is answered. Done with the answer, or with the error of a refusal.
+        """Send a command with an answer. The future gets the answer, or the error of a refusal.
 
         Args:
-            command: makes it of the address to answer to.
+            command: makes the command from the address to answer to.
 
         Raises:
             EngineDeadError: the engine has died or is retired.
@@ -198,7 +197,7 @@ class Session:
         self._stop_if_done()
 
     def stop(self) -> None:
-        """Tell the engine to end, whatever it is doing, and return at once."""
+        """Tell the engine to end, and return at once."""
         self._stopping.set()
         self._end_watch()
         if self.connection is not None:

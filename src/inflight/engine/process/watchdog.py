@@ -1,7 +1,5 @@
-"""`Watchdog`: kills an engine that hangs, so that the next one can be started. Knows neither requests nor messages.
-
-Decides how long an engine may be silent. It answers between two steps, so silence lasts as long as a step, and longer
-steps than those so far must have room.
+"""`Watchdog`: kills a hanging engine, so that its supervisor restarts it. Knows neither requests nor messages. An
+engine answers between two steps, so its silence may last as long as a step, with room for steps longer than any so far.
 """
 
 import threading
@@ -12,19 +10,19 @@ TIMES_LONGEST = 50
 """A step may take this many times as long as the longest so far, if that is more than the timeout."""
 
 NUM_LOOKS = 10
-"""How often within the timeout an engine is asked, and a silent one is looked at."""
+"""Polls within one timeout."""
 
 
 class Watchdog:
-    """Watches one engine that has been loaded, in a thread of its own, until `stop`.
+    """Watches a loaded engine, in its own thread, until `stop`.
 
     Args:
-        ask: asks the engine for a sign of life; `answered` is to be called when that comes.
+        ask: pings the engine; the caller calls `answered` on a reply.
         kill: ends the engine.
-        timeout: seconds of silence after which it is killed, unless its steps take that long.
+        timeout: seconds of silence after which it is killed, unless its steps are that long.
 
     Attributes:
-        has_killed: how long the engine was silent, in seconds, if it was killed for that.
+        has_killed: seconds of silence for which the engine was killed; None: it was not.
     """
 
     _clock = staticmethod(time.monotonic)
@@ -54,7 +52,7 @@ class Watchdog:
             self._ask()
             allowed = max(self._timeout, TIMES_LONGEST * self._longest)
             silent = 0.0
-            # Not by the clock: a whole machine may have been frozen, and the engine with it.
+            # Not by the clock: the whole machine may have been frozen.
             while not self._answer.wait(self._pause):
                 silent += self._pause
                 if silent >= allowed:

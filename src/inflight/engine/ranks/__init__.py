@@ -1,1 +1,2 @@
-"""A model that several processes run together, its ranks: rank 0 plans, samples and reports; the others compute."""
+"""Tensor parallelism: several processes (ranks) run one model. Rank 0 plans, samples and reports; the others
+compute."""

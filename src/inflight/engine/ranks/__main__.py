@@ -12,13 +12,13 @@ from inflight.host.python_process import take_over_standard_streams
 
 def main() -> int:
     link = StreamLink(*take_over_standard_streams())
-    with garbage_collection_paused():  # this takes long, and what to load may not be known yet
+    with garbage_collection_paused():  # slow; the model to load may not be known yet
         from inflight.engine.ranks.following import follow
     part = link.receive()
     if not isinstance(part, LoadShard):
         return 0
     place = part.place
-    os.sched_setaffinity(0, place.cpus)  # before threads compute: each takes over what its maker may use
+    os.sched_setaffinity(0, place.cpus)  # before threads compute: they inherit the CPU mask
     threading.Thread(target=_end_with, args=(place.lifeline,), daemon=True).start()
     try:
         return 0 if follow(part, link) else 1
@@ -27,7 +27,7 @@ def main() -> int:
 
 
 def _end_with(lifeline: int) -> None:
-    """End this process, whatever it is doing, when rank 0 does."""
+    """Exit this process when rank 0 ends."""
     os.read(lifeline, 1)
     os._exit(0)
 

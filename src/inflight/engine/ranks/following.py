@@ -1,4 +1,4 @@
-"""`follow`: what a rank that is not the first does: it computes what rank 0 tells it to."""
+"""`follow`: the loop of ranks 1 and up, which run rank 0's plans."""
 
 from contextlib import suppress
 
@@ -10,7 +10,7 @@ from inflight.host.garbage_collection import freeze_loaded_objects
 
 
 def follow(part: LoadShard, link: StreamLink) -> bool:
-    """Load a part of a model and run its steps until rank 0 ends. Returns whether nothing failed before that."""
+    """Load a shard of a model and run steps until rank 0 ends. Returns whether nothing failed before that."""
     try:
         rank = Rank(part.number, part.size, part.place.file)
         rank.begin(0)

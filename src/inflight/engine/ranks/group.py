@@ -1,6 +1,5 @@
-"""`RankGroup`: the other ranks of a model as rank 0 has them: what they run, and that they end.
-
-If one rank ends, none can go on: those that wait for it raise, and the others end with rank 0.
+"""`RankGroup`: rank 0's handle on the other ranks: runs plans on them, and ends them. If one rank ends, none can
+continue: waiting ranks raise, and the others end with rank 0.
 """
 
 import threading
@@ -18,7 +17,7 @@ from inflight.engine.ranks.messages import LoadShard, Message, RankFailed, Ready
 from inflight.execution.ranks.rank import was_told_to_end
 
 SECONDS_TO_NOTICE = 10.0
-"""How long it may take from a rank's end, of which a barrier tells, until its link tells how it ended."""
+"""Seconds between a failed barrier and the link's report of how the rank ended."""
 NOT_BY_ALL = "the model could not be loaded by all ranks"
 
 
@@ -62,7 +61,7 @@ class RankGroup:
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
-        """Inside, rank 0 prepares its part. Raises `ModelError` if another rank cannot prepare its own."""
+        """A context in which rank 0 prepares its shard. Raises `ModelError` if another rank fails."""
         try:
             yield
         except Exception as error:
@@ -71,8 +70,7 @@ class RankGroup:
             raise ModelError(f"{NOT_BY_ALL}: {self._lost(error)}") from error
 
     def check(self, info: ModelInfo) -> None:
-        """Wait until all ranks are prepared. Raises `ModelError` if one is not, or has found out other things about the
-        model than rank 0."""
+        """Wait until all ranks are prepared. Raises `ModelError` if one fails, or its findings differ from rank 0's."""
         for number, said in enumerate(self._said, 1):
             message = said.get()
             if not isinstance(message, Ready):
@@ -85,7 +83,7 @@ class RankGroup:
 
     @contextmanager
     def step(self, plan: StepPlan) -> Iterator[None]:
-        """Inside, rank 0 runs this plan; the others do, too. Raises `RankLostError` if one of them has ended."""
+        """A context in which all ranks run this plan. Raises `RankLostError` if one has ended."""
         if self._loss is not None:
             raise RankLostError(self._loss)
         self._number += 1
@@ -109,12 +107,12 @@ class RankGroup:
             raise
 
     def _lost(self, error: Exception) -> RankLostError:
-        """What an error means that comes of another rank's end, which has been noticed, or is about to be."""
+        """Translate an error caused by another rank's end."""
         self._has_lost.wait(SECONDS_TO_NOTICE)
         return RankLostError(self._loss or str(error))
 
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:
-        """Call this, in another thread, when one of the ranks ends; or now, if one has."""
+        """Set a function to call, in another thread, when a rank ends; call it now if one has."""
         self._when_lost = call
         if self._has_lost.is_set():
             call(RankLostError(self._loss))
@@ -125,7 +123,7 @@ class RankGroup:
         self._others.end()
 
     def _listen(self, number: int) -> None:
-        """Take in what a rank says, and at last that it has ended."""
+        """Receive a rank's messages until it ends."""
         link, said = self._links[number - 1], self._said[number - 1]
         failure = ""
         while (message := link.receive()) is not None:

@@ -1,4 +1,4 @@
-"""How messages get from rank to rank, pickled: over the standard streams of a process that rank 0 has started."""
+"""Pickled messages between ranks, over the standard streams of a process started by rank 0."""
 
 import pickle
 from subprocess import Popen

@@ -1,5 +1,5 @@
-"""`LocalRanks`: ranks 1 and up on this machine, in processes that are started here. They may be started before anything
-is known of the model: all import torch, which takes seconds, and so they do it at the same time."""
+"""`LocalRanks`: processes of ranks 1 and up on this machine. They may start before the model is known, so that all
+ranks import torch, which takes seconds, at the same time."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from inflight.execution.ranks.rank import Rank
 
 SECONDS_TO_END = 5.0
-"""How long a rank that was told to end may take before it is killed."""
+"""Seconds that a rank may take to end before it is killed."""
 
 
 class LocalRanks:
-    """All but rank 0. They end with this process; see `RankGroup` for what they are asked.
+    """All ranks but rank 0. They end with this process; see `RankGroup`.
 
     Raises:
         ModelError: this system has no files in memory.
@@ -51,7 +51,7 @@ class LocalRanks:
         return config.replace(num_threads=num_threads, kv_cache_memory=memory)
 
     def place_of(self, number: int) -> RankPlacement:
-        """Where a rank meets the others."""
+        """A rank's placement and shared memory."""
         return RankPlacement(self._file, self._lifeline, self.placements[number].cpus)
 
     def first(self) -> Rank:
@@ -77,8 +77,8 @@ _waiting: LocalRanks | None = None
 
 
 def start_early(size: int) -> None:
-    """Let this process, which has no threads yet, be rank 0 of so many, and run on cores of its own; start the others.
-    (If it was not told so, rank 0 runs where it did.)"""
+    """Make this process, which has no threads yet, rank 0 of this many, pinned to its own cores, and start the others.
+    (Without this call, rank 0 stays unpinned.)"""
     global _waiting
     if hasattr(os, "memfd_create"):
         _waiting = LocalRanks(size)
@@ -86,7 +86,7 @@ def start_early(size: int) -> None:
 
 
 def local_ranks(size: int) -> LocalRanks:
-    """Those that wait already, or new ones."""
+    """The processes already waiting, or new ones."""
     global _waiting
     waiting, _waiting = _waiting, None
     return waiting or LocalRanks(size)

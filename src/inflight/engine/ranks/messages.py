@@ -1,4 +1,4 @@
-"""What rank 0 and the others say to each other."""
+"""Messages between rank 0 and the others."""
 
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -10,12 +10,12 @@ from inflight.contracts.plan import StepPlan
 
 @dataclass(frozen=True, slots=True)
 class RankPlacement:
-    """Where a rank runs, and meets the others in memory that they share.
+    """A rank's CPUs and the ranks' shared memory.
 
     Attributes:
-        file: the descriptor of the file, which the rank has inherited.
-        lifeline: the descriptor of a pipe that ends with rank 0.
-        cpus: where the rank may run.
+        file: the inherited descriptor of the shared file.
+        lifeline: the descriptor of a pipe that closes with rank 0.
+        cpus: the rank's CPUs.
     """
 
     file: int
@@ -25,7 +25,7 @@ class RankPlacement:
 
 @dataclass(frozen=True, slots=True)
 class LoadShard:
-    """The first message to a rank: what it is to load, which rank it is, of how many, and where they meet."""
+    """The first message to a rank: the model, the rank's number, the number of ranks, and its placement."""
 
     model: str
     config: EngineConfig
@@ -36,7 +36,7 @@ class LoadShard:
 
 @dataclass(frozen=True, slots=True)
 class RunStep:
-    """A step to be computed. Its plan has no assignments: only rank 0 chooses tokens."""
+    """A step to compute. Its plan has no assignments: only rank 0 samples."""
 
     number: int
     plan: StepPlan
@@ -44,7 +44,7 @@ class RunStep:
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """A rank has loaded its part."""
+    """A rank has loaded its shard."""
 
     info: ModelInfo
 

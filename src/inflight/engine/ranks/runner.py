@@ -1,4 +1,4 @@
-"""`make_runner`: the runner of an engine: of a whole model, or of rank 0 of one that several processes run."""
+"""`make_runner`: an engine's runner: of a whole model, or of rank 0."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,7 +18,7 @@ from inflight.host.garbage_collection import call_after
 
 
 def make_runner(model: ModelSource, config: EngineConfig, pooling: PoolingPlan | None = None) -> ModelRunner:
-    """A runner that is ready. Raises `ModelError`.
+    """Return a ready runner. Raises `ModelError`.
 
     Args:
         pooling: how the model pools; None: it generates.
@@ -34,7 +34,7 @@ def make_runner(model: ModelSource, config: EngineConfig, pooling: PoolingPlan |
 
 
 class LeadingRunner(ModelRunner):
-    """The runner of rank 0: what it runs, all ranks run.
+    """The runner of rank 0: all ranks run its plans.
 
     Raises:
         ModelError: the model cannot be loaded, divided, or run exactly.
@@ -59,17 +59,17 @@ class LeadingRunner(ModelRunner):
             return super().run(plan, masks)
 
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:
-        """Call this, in another thread, as soon as no step can be run any more because a rank has ended."""
+        """Set a function to call, in another thread, when a rank has ended and no step can run any more."""
         self._group.when_lost(call)
 
     def require_packed(self) -> PackedExecutor:
-        """Raises `ModelError`: here is only a part of the model."""
+        """Raises `ModelError`: this process has only a shard of the model."""
         Features.from_info(self.info).require(INSPECTION)
         return super().require_packed()
 
 
 def _of_all(info: ModelInfo, size: int) -> ModelInfo:
-    """What one rank has found out about the model, for all of them together."""
+    """One rank's `ModelInfo`, as that of all ranks together."""
     return replace(
         info,
         num_ranks=size,

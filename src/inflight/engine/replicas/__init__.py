@@ -1,1 +1,1 @@
-"""Several engines of one model: where they run (`placement`), and which of them gets a request (`router`)."""
+"""Several engines of one model: `placement` says where they run, `router` which one gets a request."""

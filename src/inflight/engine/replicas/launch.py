@@ -1,5 +1,5 @@
-"""How the engines' processes of replicas are started: each on its own cores, with its share of the memory,
-and with those of its node in one copy of the weights."""
+"""Starts the replicas' processes: each on its own cores, with its share of the memory; replicas of one NUMA node share
+one copy of the weights."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def load_of(
     *,
     otherwise: str = "in_process=True",
 ) -> Load:
-    """The message that lets another process load the same. Raises `ModelError` for what is loaded already, which says
-    what else the caller can do with that."""
+    """The message that lets another process load the same model. Raises `ModelError` for an already loaded model,
+    naming what else the caller can do."""
     for what, given in (("model", model), ("tokenizer", tokenizer)):
         if is_loaded_model(given) or is_loaded_tokenizer(given):
             raise ModelError(
@@ -52,13 +52,13 @@ def load_of(
 
 
 def _full_name(name: str) -> str:
-    """A hub id as it is; a folder as an absolute path, since the caller may change its directory before a restart."""
+    """A hub id unchanged; a folder as an absolute path, since the caller may change its directory before a restart."""
     name = os.path.expanduser(name)
     return os.path.abspath(name) if os.path.isdir(name) else name
 
 
 class Launches:
-    """What starts the processes of `number` replicas.
+    """Starts the processes of `number` replicas.
 
     Attributes:
         connects: for each replica, what starts its process.
@@ -78,7 +78,7 @@ class Launches:
             last_on_node[placement.node] = replica
 
     def forget_weights(self) -> None:
-        """Let the next processes share other memory than those that run: their weights will be others."""
+        """Give the next processes new shared memory: their weights will differ."""
         self._weights_files = {node: _WeightsFile() for node in self._weights_files}
 
     def _launch(self, load: Load, node: int) -> Connection:
@@ -87,7 +87,7 @@ class Launches:
 
 
 class _WeightsFile:
-    """A file in memory in which the replicas of a node have their weights; it ends with the last that has it."""
+    """An in-memory file for the weights of a node's replicas; it is freed with the last process that has it open."""
 
     def __init__(self) -> None:
         self.descriptor: int | None = None
@@ -106,7 +106,7 @@ def _load_of(load: Load, replica: int, placement: Placement, number: int) -> Loa
 
 
 def _places(number: int, num_ranks: int) -> list[Placement]:
-    """Places for `number` replicas. The ranks of one lie side by side; `RankGroup` gives each its part."""
+    """Placements of `number` replicas. A replica's ranks are adjacent; `RankGroup` divides its cores among them."""
     parts = place(number * num_ranks)
     return [
         Placement(

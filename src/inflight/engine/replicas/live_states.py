@@ -16,14 +16,14 @@ from inflight.engine.process.protocol import AskLive
 from inflight.engine.process.session import Session
 
 MOST_ENDED = 256
-"""How many requests that have ended are still known by their names: engines tell of their last steps a little later."""
+"""How many finished requests keep their names: engines report their last steps a little later."""
 
 SECONDS_TO_ANSWER = 1.0
-"""An engine that takes longer is in a long step, and is missing from the look."""
+"""An engine that takes longer is in a long step, and is left out."""
 
 
 class RequestNames:
-    """Callers' names of requests, by session and address. Any thread may call its methods."""
+    """Callers' names of requests, by session and address. Thread-safe."""
 
     def __init__(self) -> None:
         self._names: WeakKeyDictionary[Session, dict[str, str]] = WeakKeyDictionary()
@@ -31,7 +31,7 @@ class RequestNames:
 
     @contextmanager
     def named(self, session: Session, address: str, name: str) -> Iterator[None]:
-        """The request at this address has this name until the block ends, and for a while after that."""
+        """Name the request at this address until the block ends, and for a while after."""
         self._names.setdefault(session, {})[address] = name
         try:
             yield
@@ -52,11 +52,11 @@ async def live_states(
     interval: float,
     record_to: Callable[[int], RecordTo | None],
 ) -> AsyncGenerator[dict[int, LiveState], None]:
-    """Look at all engines that run, again and again, by their numbers. An engine in a long step is missing until then.
+    """Poll all running engines and yield their states by number. An engine in a long step is left out until it answers.
 
     Args:
-        sessions: the engines that run now.
-        interval: seconds from one look to the next; more, where engines take longer to answer.
+        sessions: returns the running engines.
+        interval: seconds between polls; more if engines take longer to answer.
         record_to: where each engine records its steps while it is watched.
     """
     asked: dict[Session, asyncio.Task[LiveState]] = {}
@@ -88,7 +88,7 @@ async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
 
 
 def recording_of(record_to: RecordTo, number: int, num_engines: int) -> RecordTo:
-    """Where one engine of several records its steps: each has a file of its own."""
+    """Where one of several engines records its steps: each has its own file."""
     if num_engines == 1:
         return record_to
     path = Path(record_to.path)

@@ -1,13 +1,13 @@
-"""`Router`: which replica gets a request. Pure: the same for engines' processes and in the simulator.
+"""`Router`: chooses the replica for a request. Pure: shared by the server and the simulator.
 
-It knows what it has sent where, and when first tokens and ends came back. From that follow the load of each replica
-(what it owes, what runs there) and what its prefix cache probably has: the full blocks of the requests that it got, as
-many as its cache holds, the least recently used forgotten first.
+It knows what it sent where, and when first tokens and ends came back. From these it derives each replica's load (tokens
+owed, sequences running) and probable prefix cache: the full blocks of its requests, up to the cache's size, evicted
+least recently used first.
 
-"prefix" sends a request to where its first token is expected soonest. That weighs cached prefixes against load in
-seconds, so a session stays where its history is until that replica is busier than computing it again would take. It
-compares the replica with the longest prefix and two drawn at random ("the power of two choices", Mitzenmacher, 2001),
-which is nearly as good as comparing all. "least-loaded" looks at requests alone, "round-robin" at nothing.
+"prefix" minimises the expected time to first token. This weighs cached prefixes against load in seconds, so a session
+stays where its history is until recomputing it elsewhere is faster. It compares the replica with the longest prefix and
+two drawn at random ("the power of two choices", Mitzenmacher, 2001), which is nearly as good as comparing all.
+"least-loaded" counts requests only; "round-robin" takes turns.
 """
 
 import random
@@ -24,11 +24,11 @@ NO_ROOT = Root()
 
 @dataclass(frozen=True, slots=True)
 class ReplicaSize:
-    """What a router has to know of each replica.
+    """The size of a replica.
 
     Attributes:
         num_slots: how many sequences run at once.
-        num_blocks: how many blocks of a prefix its cache can hold; 0: it shares none.
+        num_blocks: blocks of prefixes that its cache can hold; 0: it shares none.
         block_size: the tokens of each.
     """
 
@@ -43,9 +43,9 @@ class RoutedRequest:
 
     Attributes:
         replica: its number.
-        num_owed: tokens of its prompt that the replica probably has to compute.
-        load: the replica's when the request came, with it.
-        time: when it was sent; from its first token on, when that came.
+        num_owed: prompt tokens that the replica probably must compute.
+        load: the replica's load at arrival, including the request.
+        time: when it was sent; after its first token, when that arrived.
     """
 
     replica: int
@@ -58,11 +58,11 @@ class RoutedRequest:
 
 
 class _Replica:
-    """What is known of one replica.
+    """State of one replica.
 
     Attributes:
-        load: that of requests which do not run in the background.
-        background: that of the others, for which these do not wait.
+        load: of requests that do not run in the background.
+        background: of background requests, which delay no others.
     """
 
     def __init__(self, num_blocks: int) -> None:
@@ -72,7 +72,7 @@ class _Replica:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
 
     def load_before(self, in_background: bool) -> ReplicaLoad:
-        """What a request has to wait for."""
+        """The load that a request waits for."""
         if not in_background:
             return self.load
         num_owed = self.load.num_owed + self.background.num_owed
@@ -96,7 +96,7 @@ class _Replica:
 
 
 class Router:
-    """Sends requests to replicas. Not thread-safe.
+    """Routes requests to replicas. Not thread-safe.
 
     Args:
         routing: one of `config.ROUTINGS`.
@@ -142,7 +142,7 @@ class Router:
     def begin(self, sent: RoutedRequest, now: float) -> None:
         """A request got its first token."""
         self._replicas[sent.replica].load_of(sent).num_owed -= sent.num_owed
-        if not sent.in_background and len(self._replicas) > 1:  # those in the background wait for others
+        if not sent.in_background and len(self._replicas) > 1:  # background requests wait for others
             self._expectation.observe_first_token(sent.load, now - sent.time)
         sent.has_begun, sent.time = True, now
 
@@ -150,7 +150,7 @@ class Router:
         """A request has ended.
 
         Args:
-            token_ids: its prompt and its output, if that may be the beginning of another prompt.
+            token_ids: prompt and output, if another prompt may begin with them.
         """
         replica = self._replicas[sent.replica]
         load = replica.load_of(sent)
@@ -163,7 +163,7 @@ class Router:
             replica.keep(self._blocks_of(token_ids, root))
 
     def forget(self, number: int) -> None:
-        """A replica was restarted: its cache is empty. (Requests that it had are still going to end.)"""
+        """A replica was restarted: its cache is empty. (Its old requests still end.)"""
         old, new = self._replicas[number], _Replica(self._size.num_blocks)
         new.load, new.background = old.load, old.background
         self._replicas[number] = new

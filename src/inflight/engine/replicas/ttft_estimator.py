@@ -1,29 +1,28 @@
-"""`TtftEstimator`: how long a request waits for its first token, learned from those that got one. Pure."""
+"""`TtftEstimator`: estimates the time to first token, learned from finished prefills. Pure."""
 
 from dataclasses import dataclass
 
 import numpy as np
 
 FORGETTING = 0.98
-"""The weight of everything so far, each time that something is learned."""
+"""The decay of earlier observations at each new one."""
 LARGEST_SURPRISE = 3.0
-"""A time counts as at most this multiple of the expected one: a replica that was held up says nothing about load."""
+"""An observation counts as at most this multiple of the expected time: a stalled replica says nothing about load."""
 MIN_SECONDS = 1e-6
-"""Times are compared relatively to themselves, but no finer than this."""
+"""Errors are relative to the time, but to no less than this."""
 FIRST_ESTIMATE = np.array([0.01, 2e-4, 2e-3])
-"""Seconds for a request, for each token owed and for each sequence that runs, until something is known. Of a machine
-of another pace, this multiple of these."""
+"""Initial seconds per request, per token owed and per running sequence; scaled to the machine's pace."""
 TRUST = 0.05
 """How many requests the first estimate counts as."""
 
 
 @dataclass(slots=True)
 class ReplicaLoad:
-    """What a replica has to do when a request comes to it.
+    """A replica's load when a request arrives.
 
     Attributes:
-        num_owed: prompt tokens that it has not computed yet.
-        num_running: sequences that have not ended.
+        num_owed: uncomputed prompt tokens.
+        num_running: unfinished sequences.
     """
 
     num_owed: int = 0
@@ -31,9 +30,8 @@ class ReplicaLoad:
 
 
 class TtftEstimator:
-    """Seconds to the first token as a straight line over a replica's load: least squares on relative errors without
-    negative coefficients, in which what was learned earlier fades. Beyond the slots, a request also waits until others
-    have ended.
+    """Time to first token as a linear function of a replica's load: non-negative least squares on relative errors, with
+    exponential decay. Beyond the slots, a request also waits for others to end.
 
     Args:
         num_slots: how many sequences run at once.
@@ -48,14 +46,14 @@ class TtftEstimator:
         self._targets = np.zeros(3)
 
     def seconds(self, load: ReplicaLoad) -> float:
-        """What is expected for a request whose own tokens are among those that are owed."""
+        """The expected time for a request whose own tokens are among those owed."""
         offset, per_token, per_sequence = self._line.tolist()
         beyond = max(0, load.num_running + 1 - self._num_slots)
         waiting = beyond * self._seconds_of_run / self._num_slots
         return float(offset + per_token * load.num_owed + per_sequence * load.num_running + waiting)
 
     def observe_first_token(self, load: ReplicaLoad, seconds: float) -> None:
-        """Learn from a request that met this load and got its first token after `seconds`."""
+        """Learn from a request that got its first token `seconds` after meeting this load."""
         if load.num_running >= self._num_slots:
             return
         is_first, seconds = not self._targets.any(), max(MIN_SECONDS, seconds)

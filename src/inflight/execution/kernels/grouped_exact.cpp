@@ -197,7 +197,7 @@ void write_panel(PanelReader from, Expand<Rows> expand, int64_t num_outputs, int
 
 }  // namespace
 
-bool prefers_whole_numbers() {
+bool prefers_int8_activations() {
 #ifdef __AVX2__
   return true;
 #else
@@ -208,8 +208,8 @@ bool prefers_whole_numbers() {
 void run_grouped(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   const auto dtype = x.scalar_type();
   CHECK(dtype == kFloat || dtype == kBFloat16, "activations cannot be ", dtype);
-  const bool is_exact = linear.is_exact || linear.grouped->code == Code::kE4M3 || !multiplies_whole_numbers();
-  is_exact ? run_exact(linear, x, additions, output) : run_in_whole_numbers(linear, x, additions, output);
+  const bool is_exact = linear.is_exact || linear.grouped->code == Code::kE4M3 || !supports_int8_activations();
+  is_exact ? run_exact(linear, x, additions, output) : run_int8(linear, x, additions, output);
 }
 
 void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {

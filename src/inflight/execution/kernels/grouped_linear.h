@@ -15,10 +15,10 @@ void run_grouped(const Linear& linear, const Tensor& x, const Additions& additio
 
 // The two.
 void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
-void run_in_whole_numbers(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
+void run_int8(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 
 // Whether this CPU has the instructions for the second one, and whether it is faster with it.
-bool multiplies_whole_numbers();
-bool prefers_whole_numbers();
+bool supports_int8_activations();
+bool prefers_int8_activations();
 
 }  // namespace inflight

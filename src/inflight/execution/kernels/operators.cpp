@@ -317,8 +317,8 @@ const InflightOperator operators[] = {
     anywhere<inflight::has_panels>("has_panels(ScalarType dtype) -> bool"),
     anywhere<new_linear>("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
                          "str activation, str variant) -> int"),
-    anywhere<inflight::multiplies_whole_numbers>("multiplies_whole_numbers() -> bool"),
-    anywhere<inflight::prefers_whole_numbers>("prefers_whole_numbers() -> bool"),
+    anywhere<inflight::supports_int8_activations>("supports_int8_activations() -> bool"),
+    anywhere<inflight::prefers_int8_activations>("prefers_int8_activations() -> bool"),
     anywhere<inflight::pack_grouped>("pack_grouped(int[] layout, Tensor numbers, Tensor coarse, Tensor? fine, "
                                      "Tensor? coarse_minima, Tensor? fine_minima) -> Tensor"),
     anywhere<inflight::pack_panels>("pack_panels(Tensor weight, Tensor panels) -> ()"),

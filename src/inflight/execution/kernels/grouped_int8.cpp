@@ -395,18 +395,18 @@ void run(const Linear& linear, const Tensor& x, const Additions& additions, Tens
 
 }  // namespace
 
-bool multiplies_whole_numbers() { return true; }
+bool supports_int8_activations() { return true; }
 
-void run_in_whole_numbers(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
+void run_int8(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output) {
   if (x.scalar_type() == kFloat) return run<float>(linear, x, additions, output);
   run<bfloat16>(linear, x, additions, output);
 }
 
 #else
 
-bool multiplies_whole_numbers() { return false; }
+bool supports_int8_activations() { return false; }
 
-void run_in_whole_numbers(const Linear&, const Tensor&, const Additions&, Tensor&) {
+void run_int8(const Linear&, const Tensor&, const Additions&, Tensor&) {
   CHECK(false, "this CPU does not multiply whole numbers");
 }
 

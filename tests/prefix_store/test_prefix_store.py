@@ -110,14 +110,14 @@ def test_loading_ends_at_the_first_block_that_cannot_be_had(
 ) -> None:
     chain = contents(4)
     save(store, chain)
-    path = next(tmp_path.glob(f"*/*/{chain[2].block_hash.hex()}.0"))
+    path = store._folder.path_of(chain[2].block_hash, 0)
     path.write_bytes(path.read_bytes()[:-1] + b"!")
     with caplog.at_level(logging.WARNING):
         assert load(store, chain).num_loaded == 2
     (line,) = caplog.messages
     assert f"{path} is damaged; it is deleted" in line
     assert not path.exists()
-    path = next(tmp_path.glob(f"*/*/{chain[1].block_hash.hex()}.0"))
+    path = store._folder.path_of(chain[1].block_hash, 0)
     path.unlink()
     caplog.clear()
     assert load(store, chain).num_loaded == 1

@@ -82,7 +82,7 @@ def test_nobody_waits_for_the_background_and_that_is_spread_all_the_same() -> No
     clock = Clock(num_replicas=2)
 
     def send(number: int, *, in_background: bool) -> RoutedRequest:
-        return clock.router.send(prompt(number, 400), None, (0, 1), clock.now, in_background=in_background)
+        return clock.router.send(prompt(number, 400), Root(), (0, 1), clock.now, in_background=in_background)
 
     job = [send(number, in_background=True) for number in range(8)]
     assert Counter(sent.replica for sent in job) == {0: 4, 1: 4}

@@ -3,10 +3,14 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Literal
+from typing import Annotated, Literal, TypeAlias
+
+from msgspec import Meta
 
 from inflight.contracts.options import NotNegative, Positive, check, refuse_unknown_options, strict_options
 from inflight.contracts.record import RecordTo
+
+Address: TypeAlias = Annotated[str, Meta(description="an address such as 'tcp://*:5557'")]
 
 
 @strict_options
@@ -25,8 +29,8 @@ class KVEvents:
         data_parallel_rank: the engine's number, in every batch.
     """
 
-    endpoint: str = "tcp://*:5557"
-    replay_endpoint: str | None = None
+    endpoint: Address = "tcp://*:5557"
+    replay_endpoint: Address | None = None
     buffer_steps: Positive = 10_000
     hwm: Positive = 100_000
     max_queue_size: Positive = 100_000
@@ -36,8 +40,6 @@ class KVEvents:
     def __post_init__(self) -> None:
         for name in ("endpoint", "replay_endpoint"):
             value = getattr(self, name)
-            if not isinstance(value, str) and not (value is None and name == "replay_endpoint"):
-                raise ValueError(f"{name} is {value!r}; it must be an address such as 'tcp://*:5557'")
             if value is not None and not value.startswith(("tcp://", "ipc://")):
                 raise ValueError(f"{name} is {value!r}; it must begin with tcp:// or ipc://")
             if value is not None and value.startswith("tcp://") and not value.rpartition(":")[2].isdecimal():

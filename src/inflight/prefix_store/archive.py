@@ -1,4 +1,4 @@
-"""Prefixes of one folder in a file, for another folder: a tar of its files, each under its block's hash.
+"""Prefixes of one folder in a file, for another folder: a tar of a folder of prefixes with a key of its own.
 
 Only blocks that can be reached from a root without a `cache_salt` are written, each after its parent.
 """
@@ -6,6 +6,7 @@ Only blocks that can be reached from a root without a `cache_salt` are written, 
 import io
 import json
 import re
+import secrets
 import tarfile
 from collections import defaultdict
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from typing import IO, Any
 
 from inflight.contracts.block_hash import Root
 from inflight.prefix_store import block_file
-from inflight.prefix_store.block_folder import ABOUT_NAME, PINNED_MODE, BlockFolder, is_pinned
+from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME, PINNED_MODE, BlockFolder, is_pinned
 from inflight.prefix_store.inspection import StoredFingerprint, parse_about
+from inflight.prefix_store.naming import KEY_SIZE, Naming
 
 MODE = 0o600
 ROOTS = tuple(Root(None, is_long).block_hash for is_long in (False, True))
@@ -53,9 +55,11 @@ def write_archive(
 
     Raises `OSError`.
     """
-    moved = ArchiveTotals()
+    moved, key, reached = ArchiveTotals(), secrets.token_bytes(KEY_SIZE), set(ROOTS)
     with tarfile.open(fileobj=file, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        _add(archive, KEY_NAME, key)
         for holding in stored_fingerprints:
+            naming = Naming(key, bytes.fromhex(holding.fingerprint))
             _add(archive, f"{holding.fingerprint}/{ABOUT_NAME}", json.dumps(holding.about).encode())
             for path in _from(holding):
                 with suppress(FileNotFoundError):  # an engine has deleted it
@@ -68,10 +72,11 @@ def write_archive(
                     except ValueError:
                         moved.num_damaged += 1
                         continue
-                    name = content.block_hash.hex()
-                    name = f"{holding.fingerprint}/{name[:2]}/{name}.{content.group}"
-                    _add(archive, name, data, PINNED_MODE if is_pinned(status) else MODE, status.st_mtime)
-                    moved.num_blocks, moved.num_bytes = moved.num_blocks + 1, moved.num_bytes + len(data)
+                    if content.parent in reached:
+                        reached.add(content.block_hash)
+                        name = naming.path_of(content.block_hash, content.group)
+                        _add(archive, name, data, PINNED_MODE if is_pinned(status) else MODE, status.st_mtime)
+                        moved.num_blocks, moved.num_bytes = moved.num_blocks + 1, moved.num_bytes + len(data)
     return moved
 
 
@@ -113,7 +118,10 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
     try:
         with tarfile.open(fileobj=file, mode="r|") as archive:
             members = ((member.name, member.mode, _read(archive, member)) for member in archive)
-            reader = _Reader(path, max_bytes, moved)
+            name, _, key = next(members, ("", 0, b""))
+            if name != KEY_NAME or len(key) != KEY_SIZE:
+                raise ValueError("it does not begin with a key")
+            reader = _Reader(key, path, max_bytes, moved)
             for name, mode, data in members:
                 reader.take(name, mode, data)
     except (tarfile.TarError, EOFError) as error:
@@ -123,8 +131,8 @@ def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
 
 
 class _Reader:
-    def __init__(self, path: Path, max_bytes: int, moved: ArchiveTotals) -> None:
-        self._path, self._max_bytes, self._moved = path, max_bytes, moved
+    def __init__(self, key: bytes, path: Path, max_bytes: int, moved: ArchiveTotals) -> None:
+        self._key, self._path, self._max_bytes, self._moved = key, path, max_bytes, moved
         self._about: dict[str, dict[str, Any]] = {}
         self._folders: dict[str, BlockFolder] = {}
         self._reached = set(ROOTS)
@@ -135,7 +143,7 @@ class _Reader:
         if found := ABOUT_PATH.fullmatch(name):
             self._about[found[1]] = parse_about(data)
         elif found := BLOCK_PATH.fullmatch(name):
-            self._take_block(found[1], found[2], mode, data)
+            self._take_block(found[1], name, mode, data)
         else:
             raise ValueError(f"it holds {name[:100]!r}, which is no block")
 
@@ -143,7 +151,8 @@ class _Reader:
         folder = self._of(fingerprint)
         try:
             content, rows = block_file.parse(data)
-            if name != f"{content.block_hash.hex()}.{content.group}" or content.parent not in self._reached:
+            naming = Naming(self._key, bytes.fromhex(fingerprint))
+            if name != naming.path_of(content.block_hash, content.group) or content.parent not in self._reached:
                 raise ValueError("cannot be reached")
         except ValueError:
             self._moved.num_damaged += 1

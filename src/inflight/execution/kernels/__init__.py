@@ -40,7 +40,9 @@ def kernels_in_use() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if " error: " in line), lines[0])  # the compiler's
-        logger.warning("the CPU kernels are not available (%s); attention runs through torch's operators, slower", reason)
+        logger.warning(
+            "the CPU kernels are not available (%s); attention runs through torch's operators, slower", reason
+        )
         return None
     return kernels
 

@@ -1,7 +1,7 @@
-"""Memory in pages: taken when first touched, and given back to the system.
+"""Paged memory: committed on first touch, and returned to the system.
 
-A checkpoint's weights lie in pages of a mapped file, which count as the process's memory until they are let go. A cache
-lies in pages most of which may never be needed.
+A checkpoint's weights are in pages of a mapped file, which count as the process's memory until released. Most pages of
+a cache may never be touched.
 """
 
 import ctypes
@@ -19,8 +19,8 @@ LARGE_PAGE = 2**21
 
 
 def untouched_memory(num_bytes: int) -> torch.Tensor:
-    """A tensor `[num_bytes]` int8 that takes memory only where it is touched. It lies in large pages if the system has
-    them: with pages of 4 KiB, the processor needs longer to find scattered blocks than to read them."""
+    """A tensor `[num_bytes]` int8, committed on first touch, in huge pages if available: with 4 KiB pages, TLB misses
+    on scattered blocks cost more than reading them."""
     memory = mmap.mmap(-1, max(1, num_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         with suppress(OSError):  # a kernel without large pages
@@ -29,8 +29,8 @@ def untouched_memory(num_bytes: int) -> torch.Tensor:
 
 
 def new_weight(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """A tensor that holds anything. In large pages, if it fills one: the processor reads them faster, as it looks up
-    fewer addresses and reads ahead farther."""
+    """An uninitialised tensor, in huge pages if it fills one: they have fewer TLB misses and longer hardware
+    prefetch."""
     num_bytes = math.prod(sizes) * dtype.itemsize
     if num_bytes < LARGE_PAGE:
         return torch.empty(sizes, dtype=dtype)
@@ -38,8 +38,7 @@ def new_weight(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def populate(memory: memoryview) -> None:
-    """Take the pages of writable memory from the system now, whatever is in them. Does nothing where that cannot be
-    asked for (before Linux 5.14)."""
+    """Commit the pages of writable memory now. Does nothing before Linux 5.14."""
     if sys.platform == "linux":
         address, page = ctypes.addressof(ctypes.c_char.from_buffer(memory)), mmap.PAGESIZE
         first, last = address // page * page, -(-(address + memory.nbytes) // page) * page
@@ -47,19 +46,19 @@ def populate(memory: memoryview) -> None:
 
 
 def lies_in_file(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is a mapped file's. False on systems other than Linux."""
+    """Whether a tensor's memory is a mapped file. False outside Linux."""
     first = tensor.data_ptr()
     return sys.platform == "linux" and tensor.device.type == "cpu" and _is_file(first, first + tensor.nbytes)
 
 
 def release_file_pages(tensor: torch.Tensor) -> None:
-    """Let the pages of a tensor go if it lies in one piece in a mapped file. Reading it again reads the file again;
-    anything that was written to it is lost. Does nothing on systems other than Linux."""
+    """Release the pages of a tensor that is contiguous in a mapped file. Later reads reload them from the file; writes
+    are lost. Does nothing outside Linux."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.data_ptr():
         return
     if not (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.T.is_contiguous())):
         return
-    page = mmap.PAGESIZE  # pages that the tensor shares with its neighbours in the file stay
+    page = mmap.PAGESIZE  # pages shared with neighbours in the file stay
     first = -(-tensor.data_ptr() // page) * page
     last = (tensor.data_ptr() + tensor.nbytes) // page * page
     if first < last and _is_file(first, last):
@@ -73,8 +72,8 @@ def give_back_freed_memory() -> None:
 
 
 def _is_file(first: int, last: int) -> bool:
-    """Whether the addresses from `first` up to `last` lie in one mapping of a file."""
-    lines = Path("/proc/self/maps").read_bytes().splitlines()  # in the order of addresses
+    """Whether the addresses from `first` to `last` are in one file mapping."""
+    lines = Path("/proc/self/maps").read_bytes().splitlines()  # sorted by address
 
     def begin(line: bytes) -> int:
         return int(line.partition(b"-")[0], 16)

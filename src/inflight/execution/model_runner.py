@@ -1,4 +1,4 @@
-"""`ModelRunner`: a plan in, tokens out. Everything that has to do with tensors, behind one small interface.
+"""`ModelRunner`: a plan in, tokens out. Hides all tensors behind a small interface.
 
 Knows slots and spans, never a request.
 """
@@ -33,14 +33,14 @@ from inflight.execution.threads import ComputeThreads
 
 
 class ModelRunner:
-    """A model that was loaded and proved, its cache, and its sampler.
+    """A loaded, proved model with its cache and sampler.
 
     Args:
-        rank: which part of the model it runs, beside the runners of the other ranks; None: all of it.
+        rank: the rank whose shard it runs; None: the whole model.
         pooling: how the model pools; None: it generates.
 
     Attributes:
-        adapters: those that sequences may have; None: `config` has none.
+        adapters: the adapters of sequences; None: `config` has none.
 
     Raises:
         ModelError: the model cannot be loaded, or no executor runs it exactly.
@@ -72,15 +72,15 @@ class ModelRunner:
 
     @property
     def cache_layout(self) -> CacheLayout:
-        """How sequences lie in the cache."""
+        """The cache's layout."""
         return cache_layout(self.executor, self.config)
 
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step.
 
         Args:
-            masks: gives the masks of rows that may not choose freely. Called after the forward pass, so that they can
-                be computed meanwhile.
+            masks: returns the token masks of constrained rows. Called after the forward pass, so that they are computed
+                meanwhile.
         """
         if self._pooler is not None:
             computed = self.compute(plan)
@@ -120,7 +120,8 @@ class ModelRunner:
         return batch, self.executor.forward(batch)
 
     def recreate_cache(self, num_blocks: int) -> None:
-        """Let the cache have `num_blocks`, before anything has run. Raises `ModelError` if it does not run packed."""
+        """Resize the cache to `num_blocks`, before anything has run. Raises `ModelError` if the model does not run
+        packed."""
         executor = self.require_packed()
         executor.run_eagerly()
         executor.allocate(num_blocks)
@@ -128,12 +129,12 @@ class ModelRunner:
         self._retrace()
 
     def keep_states(self, group: int, num_blocks: int) -> KeptStates:
-        """Keep every token's last hidden state from now on, before anything has run. Raises `ModelError` if the model
+        """Start keeping every token's last hidden state; call before anything has run. Raises `ModelError` if the model
         does not run packed.
 
         Args:
-            group: the cache group beside whose blocks they lie.
-            num_blocks: how many blocks of states there are; those beyond the cache's are for others to fill.
+            group: the cache group whose block numbers they use.
+            num_blocks: blocks of states; callers fill those beyond the cache's.
         """
         executor = self.require_packed()
         kept = KeptStates(self.model, group, num_blocks, self.config.kv_cache.block_size)
@@ -148,28 +149,28 @@ class ModelRunner:
             self.info = replace(self.info, is_recorded=reason is None)
 
     def fingerprint(self) -> bytes:
-        """Of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps no blocks
-        on a CPU."""
+        """A digest of everything that keys and values depend on besides tokens. Raises `ModelError` if the model keeps
+        no blocks on a CPU."""
         Features.from_info(self.info).require(PREFIX_STORE)
         assert self._weights_digest is not None
         return fingerprint(self.model, self.require_packed(), self.config, self.info.num_blocks, self._weights_digest)
 
     def rows_of_block(self, block: int) -> list[memoryview]:
-        """The memory of a block of the cache. No step may run while it is written to, if a plan names it."""
+        """The memory of a block of the cache. Do not write to it during a step whose plan names it."""
         return self.require_packed().rows_of_block(block)
 
     def require_packed(self) -> PackedExecutor:
-        """The executor. Raises `ModelError` if attention is the model's own, which cannot be looked into."""
+        """The executor. Raises `ModelError` if attention is the model's own, which cannot be inspected."""
         return require_packed(self.executor)
 
     def compare_attention(self) -> ComparedAttention:
-        """From now on run the definition of attention beside the backend. The cache is made again, so nothing may have
-        run yet. Raises `ModelError` if attention is the model's own."""
+        """Start running reference attention beside the backend, with a new cache; call before anything has run. Raises
+        `ModelError` if attention is the model's own."""
         return self.require_packed().compare_attention()
 
 
 def by_span(plan: StepPlan, token_ids: list[int], scores: Mapping[int, TokenScore]) -> StepTokens:
-    """What a step gave each span, from the tokens `[R]` of its logit rows and the scores of some of these rows."""
+    """Make each span's result from the tokens `[R]` of the logit rows and the scores of some rows."""
     given: StepTokens = []
     first = 0
     for span in plan.spans:
@@ -199,7 +200,7 @@ def _until_wrong(chosen: list[int], span: Span) -> list[int]:
 def _num_finite(
     token_ids: Sequence[int], scores: Sequence[TokenScore], prompt_scores: Sequence[TokenScore]
 ) -> int | None:
-    """How many of a span's tokens come before the first row whose logits are not finite; None: all rows' are."""
+    """How many of a span's tokens precede the first row without finite logits; None: all rows are finite."""
     if any(isnan(each.logprob) for each in prompt_scores):
         return 0
     if INVALID_TOKEN in token_ids:

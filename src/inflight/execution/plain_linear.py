@@ -1,7 +1,7 @@
-"""`plain_linear`: `functional.linear` as fast as this CPU can. For models that run as `transformers` has them.
+"""`plain_linear`: a fast `functional.linear` on CPUs, for models that run as in `transformers`.
 
-Torch multiplies bfloat16 and float16 by loops of its own on a CPU without AVX-512: a third as fast as it multiplies
-float32, whose sums round once to the same precision.
+Without AVX-512, torch multiplies bfloat16 and float16 with its own loops, a third as fast as float32, whose sums round
+once to the same precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 VALUES_AT_ONCE = 2**20
-"""Of a weight, in float32: they stay in a cache."""
+"""Bytes of a weight's part in float32 that stay in a cache."""
 LEAST_TOKENS = 8
 """Fewer are as fast without."""
 
@@ -34,7 +34,7 @@ def plain_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 class PlainLinears(TorchFunctionMode):
-    """Inside, `functional.linear` is `plain_linear`."""
+    """A context in which `functional.linear` is `plain_linear`."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] = {}

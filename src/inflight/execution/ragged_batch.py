@@ -15,12 +15,12 @@ IntArray: TypeAlias = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class CacheGroupBatch:
-    """Where one cache group's keys and values of this step lie.
+    """One cache group's part of a step.
 
     Attributes:
         cache_indices: `[T]` int64, where each token is written (see `cache_indices`); -1 writes nowhere.
-        block_tables: `[S, max_blocks]` int32, rows padded with 0. Where a group keeps a window, rows begin with
-            `NO_BLOCK`: nothing before the first key that a span's first token sees may be read from there.
+        block_tables: `[S, max_blocks]` int32, rows padded with 0. In a group with a window, rows begin with `NO_BLOCK`:
+            keys before the first that a span's first token sees must not be read.
         block_tables_host: the same in host memory.
     """
 
@@ -31,22 +31,22 @@ class CacheGroupBatch:
 
 @dataclass(frozen=True, slots=True)
 class RaggedBatch:
-    """T tokens of S spans in one row, and the R rows of logits that are wanted of it.
+    """T tokens of S spans in one row, and its R logit rows.
 
     Attributes:
-        plan: the step, as it was planned.
+        plan: the step's plan.
         input_ids: `[T]` int64.
         positions: `[T]` int64, each token's position in its own sequence.
         logit_rows: `[R]` int64, indices into the row.
         groups: one per cache group.
         query_lens_host: `[S]` int64, tokens of each span.
-        kv_lens_host: `[S]` int64, how many of its sequence's keys a span can see, its own tokens included.
-        sequence_lens_host: `[S]` int64, tokens that each span's whole sequence has by now.
-        logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64, the slot, the position and the id of
-            the token that each row of logits is computed from.
-        logit_targets_host: `[R]` int64, the token that follows it, where that is scored; -1 where one is chosen.
+        kv_lens_host: `[S]` int64, keys visible to each span, its own tokens included.
+        sequence_lens_host: `[S]` int64, current length of each span's sequence.
+        logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64, slot, position and id of the token of
+            each logit row.
+        logit_targets_host: `[R]` int64, the next token, where it is scored; -1 where one is sampled.
 
-    What ends in `_host` lies in host memory: sizes are decided without asking the device.
+    Fields ending in `_host` are in host memory: sizes are known without a device sync.
     """
 
     plan: StepPlan
@@ -79,7 +79,7 @@ class RaggedBatch:
 
     @classmethod
     def empty(cls, num_groups: int, device: torch.device) -> "RaggedBatch":
-        """A step of no spans, whose rows are all padding."""
+        """A step without spans, all padding."""
         none, host = torch.empty(0, dtype=torch.int64, device=device), np.empty(0, dtype=np.int64)
         table = np.empty((0, 1), dtype=np.int32)
         group = CacheGroupBatch(none, torch.from_numpy(table).to(device), table)
@@ -87,7 +87,7 @@ class RaggedBatch:
 
     @classmethod
     def from_plan(cls, plan: StepPlan, block_size: int, device: torch.device) -> "RaggedBatch":
-        """Lay out a plan's spans. Reads nothing back from the device."""
+        """Lay out a plan's spans, without reading from the device."""
         starts = np.array([span.start for span in plan.spans], dtype=np.int64)
         query_lens = np.array([len(span.token_ids) for span in plan.spans], dtype=np.int64)
         num_logit_rows = np.array([span.num_logit_rows for span in plan.spans], dtype=np.int64)
@@ -116,7 +116,7 @@ class RaggedBatch:
 def cache_indices(
     block_tables: npt.NDArray[np.int32], rows: IntArray, positions: IntArray, block_size: int
 ) -> IntArray:
-    """Where tokens lie in a cache whose blocks are laid end to end: `block * block_size + offset`, int64.
+    """Cache indices (slot mapping) of tokens: `block * block_size + offset`, int64.
 
     Args:
         block_tables: `[S, max_blocks]`.
@@ -135,7 +135,7 @@ def ragged_arange(lengths: IntArray) -> IntArray:
 
 
 def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
-    """The scored tokens among the logit rows, `[R]`, from each span's number of rows `[S]`; -1 where one is chosen."""
+    """The target token of each logit row, `[R]`, from each span's number of rows `[S]`; -1 where one is sampled."""
     targets = np.full(num_logit_rows.sum(), -1, dtype=np.int64)
     if any(span.scored_ids for span in spans):
         for span, end in zip(spans, np.cumsum(num_logit_rows).tolist(), strict=True):
@@ -156,7 +156,7 @@ def _group_batch(
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array `[…]` as a tensor `[…]` on the device, without waiting for the device."""
+    """A host array `[…]` as a tensor `[…]` on the device, without a device sync."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,9 +1,8 @@
-"""Weights that several processes share: each finds by its content what another one has already laid out.
+"""Weights shared by processes, found by content.
 
-The processes inherit one file in memory, empty at first. It begins with an index: how many pieces there are, and of
-each its digest, its place and its length. A piece is written, then entered, and never changed; a writer has a
-lock, which the system takes back from a process that dies. Every process maps pieces for itself alone (a write would
-make a copy), in large pages if the system has them.
+The processes inherit one in-memory file, initially empty. It begins with an index: the number of pieces, and the
+digest, offset and length of each. A piece is written, then indexed, and never changed; a writer holds a lock, which the
+system releases if its process dies. Processes map pieces copy-on-write, in huge pages if available.
 """
 
 import mmap
@@ -18,15 +17,15 @@ import xxhash
 from inflight.execution.mapped_memory import lies_in_file
 
 MIN_BYTES = 2**16
-"""Smaller tensors are not worth a mapping."""
+"""Smaller tensors are not shared."""
 ALIGNMENT = 2**21
-"""Of pieces: the size of a large page."""
+"""Alignment of pieces: a huge page."""
 INDEX_BYTES = ALIGNMENT
 COUNT, ENTRY = struct.Struct("<Q"), struct.Struct("<16sQQ")
 
 
 class SharedFile:
-    """The file as one process sees it.
+    """One process's view of the file.
 
     Args:
         file: its descriptor.
@@ -39,7 +38,7 @@ class SharedFile:
         self._places: dict[tuple[bytes, int], int] = {}  # by digest and length
 
     def share(self, content: torch.Tensor) -> torch.Tensor | None:
-        """The same bytes `[n]` uint8 where all processes have them; None if there is no more room in the index."""
+        """Return the shared copy of these bytes `[n]` uint8; None if the index is full."""
         key = xxhash.xxh3_128_digest(content.numpy().data), content.nbytes
         with _locked(self._file), _mapped(self._file, INDEX_BYTES, 0) as index:
             self._read(index)
@@ -51,7 +50,7 @@ class SharedFile:
         return found if torch.equal(found, content) else None
 
     def _read(self, index: mmap.mmap) -> None:
-        """Take in what others have entered."""
+        """Read new index entries."""
         (count,) = COUNT.unpack_from(index, 0)
         for number in range(len(self._places), count):
             digest, place, length = ENTRY.unpack_from(index, COUNT.size + number * ENTRY.size)
@@ -71,14 +70,14 @@ _of_process: SharedFile | None = None
 
 
 def share_through(file: int) -> None:
-    """Let this process's weights lie in this file from now on."""
+    """Share this process's weights in this file from now on."""
     global _of_process
     _of_process = SharedFile(file)
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor with the same elements that lies where all processes have it; the given one if it is small, or lies in a
-    file already, or if this process shares nothing."""
+    """Return a shared tensor with the same elements; the given one if it is small, already in a file, or nothing is
+    shared."""
     if _of_process is None or tensor.nbytes < MIN_BYTES or not tensor.is_contiguous() or lies_in_file(tensor):
         return tensor
     found = _of_process.share(tensor.view(-1).view(torch.uint8))
@@ -104,7 +103,7 @@ def _mapped(file: int, num_bytes: int, place: int) -> Iterator[mmap.mmap]:
         _in_large_pages(memory)
         yield memory
     finally:
-        with suppress(BufferError):  # a tensor over it is still being let go; then that closes it
+        with suppress(BufferError):  # a tensor over it is still being freed, which closes it
             memory.close()
 
 

@@ -1,4 +1,4 @@
-"""How many threads compute a step. Its bits do not depend on that."""
+"""The compute threads of a step. Their number changes no bit."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +13,7 @@ _of_steps: ContextVar[int | None] = ContextVar("threads of steps, where torch ha
 
 
 class ComputeThreads:
-    """The threads of steps.
+    """The compute threads.
 
     Args:
         number: how many; None: as many as torch has, but no more than `usable_cores()`.
@@ -24,10 +24,10 @@ class ComputeThreads:
         torch.set_num_threads(self.number)
 
     def prepare(self, *, are_own: bool) -> None:
-        """For what the calling thread does next.
+        """Set the calling thread's compute threads.
 
         Args:
-            are_own: whether our operators run on threads of ours, and torch's in a graph on the calling one alone
+            are_own: whether our operators run on our threads, and torch's in a graph on the calling thread alone
                 (`kernels/threads.h`).
         """
         if torch.get_num_threads() != self.number:  # torch has one for each thread that calls it
@@ -42,9 +42,8 @@ def num_threads() -> int:
 
 @contextmanager
 def torch_alone() -> Iterator[None]:
-    """Inside, torch's operators run on the calling thread alone, and ours on threads of ours. In a short forward pass
-    torch's threads wait for each other longer than they work, and many times as long if other processes want the
-    cores."""
+    """A context in which torch's operators run on the calling thread alone, and ours on our threads. In a short forward
+    pass torch's threads wait for each other longer than they work, much longer if other processes use the cores."""
     number = torch.get_num_threads()
     token = _of_steps.set(number)
     torch.set_num_threads(1)
@@ -59,7 +58,7 @@ def torch_alone() -> Iterator[None]:
 
 @contextmanager
 def torch_threads(number: int) -> Iterator[None]:
-    """Inside, all operators run on this number of torch's threads."""
+    """A context in which all operators run on this number of torch's threads."""
     before, own = torch.get_num_threads(), _of_steps.get()
     torch.set_num_threads(number)
     _use_own(0)

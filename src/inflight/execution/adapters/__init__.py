@@ -1,7 +1,7 @@
-"""Adapters (LoRA): small matrices that change a few layers, for some rows of a step, each row its own.
+"""LoRA adapters: low-rank updates of some layers, chosen per row of a step.
 
-`checkpoint` reads them as PEFT writes them, `layers` knows which layers of a model can have them, `packed_adapter` lays
-them out for the kernels, and `Adapters` keeps those in memory that are needed, and gives each step's rows their own.
+`checkpoint` reads PEFT's files, `layers` finds the layers that can have adapters, `packed_adapter` lays them out for
+the kernels, and `Adapters` caches them in memory and assigns them to each step's rows.
 """
 
 from inflight.execution.adapters.adapted_embedding import make_embedding_adaptable

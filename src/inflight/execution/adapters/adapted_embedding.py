@@ -1,4 +1,4 @@
-"""An input embedding to whose rows adapters can add something."""
+"""An input embedding with adapters."""
 
 import torch
 from torch import nn
@@ -8,14 +8,13 @@ from inflight.execution.weights.linear_calls import is_watched
 
 
 class AdaptedEmbedding(nn.Embedding):
-    """An embedding that looks for what is added once it was told where. What a subclass does to the rows (a scale, say)
-    it does to the sums."""
+    """An embedding that adds adapters' updates once attached. A subclass's operations on rows (a scale, say) apply to
+    the sums."""
 
     _place: tuple[int, int] | None = None
 
     def look_in(self, step: int, place: int) -> int:
-        """Look there from now on: in a place, for the rows of a step, which the kernels know by numbers. Returns the
-        place."""
+        """Attach it to a place and step of the kernels. Returns the place."""
         self._place = step, place
         return place
 
@@ -30,7 +29,8 @@ class AdaptedEmbedding(nn.Embedding):
 
 
 def make_embedding_adaptable(model: PreTrainedModel) -> None:
-    """Let the input embedding of `model`, which is ours alone and not prepacked yet, be an `AdaptedEmbedding`."""
+    """Turn the input embedding of `model`, which is exclusively ours and not prepacked yet, into an
+    `AdaptedEmbedding`."""
     embedding = model.get_input_embeddings()
     kind = type(embedding)
     if not isinstance(embedding, nn.Embedding) or is_watched(embedding):

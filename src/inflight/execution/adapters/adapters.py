@@ -1,7 +1,7 @@
-"""`Adapters`: which adapters are in memory, and which of them the rows of a step have.
+"""`Adapters`: keeps adapters in memory, and assigns them to a step's rows.
 
-Those of running sequences are in memory as long as these run. Beyond them the least recently used ones go as soon as
-all take more than they may; what was opened is laid out again from its file, which stays open.
+Adapters of running sequences stay in memory. Others are evicted, least recently used first, beyond a limit, and
+reloaded from their open files.
 """
 
 import threading
@@ -26,16 +26,16 @@ from inflight.execution.ragged_batch import IntArray, RaggedBatch
 from inflight.execution.weights.panels import PanelLinear
 
 MAX_OPEN = 1024
-"""Adapters whose files stay open although no request needs them."""
+"""Unused adapters whose files stay open."""
 
 
 class Adapters:
-    """The adapters of one model. Any thread may open them; everything else is for the one that runs steps.
+    """The adapters of one model. Any thread may open them; all else is for the thread that runs steps.
 
     Args:
-        executor: its model was prepacked, and is not traced yet; its cache is allocated, and still unused.
+        executor: with a prepacked, untraced model, and an allocated, unused cache.
         block_size: of the cache.
-        max_bytes: how much those in memory may take that no running sequence has.
+        max_bytes: the most memory of adapters without running sequences.
 
     Raises:
         ModelError: the model cannot have adapters.
@@ -49,7 +49,7 @@ class Adapters:
         self.layers = AdaptableLayers(executor.model, partial(_run, executor, block_size))
         self.max_bytes = max_bytes
         self.num_bytes = 0
-        """What all that are in memory take."""
+        """Bytes of all adapters in memory."""
         self._lock = threading.RLock()
         self._of_source: OrderedDict[str, AdapterCheckpoint] = OrderedDict()
         self._opened: WeakValueDictionary[str, AdapterCheckpoint] = WeakValueDictionary()  # by digest
@@ -60,19 +60,19 @@ class Adapters:
     # ------------------------------------------------------------------------------------- opening
 
     def known(self, source: str) -> AdapterCheckpoint | None:
-        """The adapter of a folder or a hub repository, if it is open."""
+        """The open adapter of a folder or a hub repository, if any."""
         with self._lock:
             if source in self._of_source:
                 self._of_source.move_to_end(source)
             return self._of_source.get(source)
 
     def get(self, source: str) -> AdapterCheckpoint:
-        """The same, opened if it is not; see `open`."""
+        """The same, opening it if necessary; see `open`."""
         return self.known(source) or self.open(source)
 
     def open(self, source: str) -> AdapterCheckpoint:
-        """Read an adapter from a folder or a hub repository, and lay it out. Sequences can have it, by its digest, as
-        long as the caller keeps what is returned. Raises `AdapterError`."""
+        """Load an adapter from a folder or a hub repository. Sequences can use it, by its digest, while the caller
+        keeps the returned object. Raises `AdapterError`."""
         checkpoint = AdapterCheckpoint.read(source)
         packed = PackedAdapter(checkpoint, self.layers)
         with self._lock:
@@ -85,7 +85,7 @@ class Adapters:
         return checkpoint
 
     def close(self, source: str) -> None:
-        """Forget the adapter of a folder or a repository; sequences that have it keep it."""
+        """Close the adapter of a folder or a repository; running sequences keep it."""
         with self._lock:
             closed = self._of_source.pop(source, None)
             if closed is not None and closed.digest not in self._of_slot.values():
@@ -95,7 +95,7 @@ class Adapters:
     # ------------------------------------------------------------------------------------- steps
 
     def take(self, plan: StepPlan) -> None:
-        """Follow which sequences have moved into slots and out of them."""
+        """Track slot assignments and releases."""
         with self._lock:
             for slot in plan.released_slots:
                 self._of_slot.pop(slot, None)
@@ -138,7 +138,7 @@ class Adapters:
             return self._keep(digest, packed)
 
     def _keep(self, digest: str, packed: PackedAdapter) -> PackedAdapter:
-        """Have one in memory, and give up others as far as there is too much."""
+        """Load one into memory, evicting others beyond the limit."""
         if digest not in self._packed:
             self._packed[digest] = packed
             self.num_bytes += packed.num_bytes
@@ -153,7 +153,7 @@ class Adapters:
 
 
 def _run(executor: PackedExecutor, block_size: int, num_tokens: int, num_logit_rows: int) -> None:
-    """Run a step of one sequence, of any tokens."""
+    """Run a step of one sequence with arbitrary tokens."""
     tables = tuple((array("i", [0] * -(-num_tokens // block_size)),) for _ in executor.cache_groups)
     token_ids = [number % executor.model.get_input_embeddings().weight.shape[0] for number in range(num_tokens)]
     plan = StepPlan((Span(0, 0, 0, token_ids, num_logit_rows, num_tokens),), tables)
@@ -161,7 +161,7 @@ def _run(executor: PackedExecutor, block_size: int, num_tokens: int, num_logit_r
 
 
 def _filled_up(numbers: IntArray, size: int) -> list[int]:
-    """The numbers, the last one again and again, as the rows of a step are filled up."""
+    """The numbers, padded with the last one, like a step's rows."""
     if not len(numbers):
         return [-1] * size
     return np.pad(numbers, (0, size - len(numbers)), mode="edge").tolist()  # type: ignore[no-any-return]

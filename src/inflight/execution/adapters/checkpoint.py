@@ -1,7 +1,6 @@
-"""`AdapterCheckpoint`: an adapter as PEFT writes it: `adapter_config.json` and `adapter_model.safetensors` (or `.bin`).
+"""`AdapterCheckpoint`: reads PEFT's `adapter_config.json` and `adapter_model.safetensors` (or `.bin`).
 
-Decides what of PEFT's options is understood. Whatever would change the output in a way that is not computed here is
-refused by its name.
+Options of PEFT that change the output in unsupported ways are refused by name.
 """
 
 import hashlib
@@ -35,21 +34,21 @@ REFUSED = {
     "use_bdlora": "block-diagonal matrices",
     "kasa_config": "singular values that were trained",
 }
-"""Options of PEFT that are not supported if they are set, and what they mean."""
+"""Unsupported options of PEFT, with their meaning."""
 
 CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga", "eva_")
-"""Ways to begin training that change the base model's weights, too: their adapters belong to other weights."""
+"""Initialisations that also change the base model's weights: their adapters belong to other weights."""
 
 _KEY = re.compile(r"(?:base_model\.model\.)?(.+)\.(lora_(?:embedding_)?[AB])(?:\.default)?(?:\.weight)?")
 
 
 @dataclass(frozen=True, slots=True)
 class Scaling:
-    """What the products of an adapter's matrices are multiplied by.
+    """The scale of an adapter's updates.
 
     Attributes:
         alpha: of all weights but those of `patterns`.
-        patterns: the alpha of weights whose names end as a regular expression says; the first one counts.
+        patterns: the alpha of weights whose names end with a match of a regular expression; the first match counts.
         is_rank_stabilised: whether alpha is divided by the root of the rank (rsLoRA: Kalajdzievski, 2023) instead of
             the rank.
     """
@@ -59,14 +58,14 @@ class Scaling:
     is_rank_stabilised: bool
 
     def factor(self, rank: int, *names: str) -> float:
-        """The factor of a weight that PEFT may call by one of these names."""
+        """The scale of a weight, known to PEFT by one of these names."""
         found = (a for p, a in self.patterns.items() for name in names if re.match(rf"(.*\.)?({p})$", name))
         return float(next(found, self.alpha)) / (math.sqrt(rank) if self.is_rank_stabilised else rank)
 
 
 @dataclass(frozen=True, slots=True)
 class LowRankUpdate:
-    """What an adapter adds to the weight of one module: `up @ down`, scaled.
+    """An adapter's update of one module's weight: `up @ down`, scaled.
 
     Attributes:
         module: its name in the model.
@@ -83,11 +82,11 @@ class LowRankUpdate:
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class AdapterCheckpoint:
-    """An adapter that was read. Its matrices lie in the file until they are used.
+    """A loaded adapter. Its matrices stay in the file until used.
 
     Attributes:
-        digest: of its contents: what is computed with two adapters of the same digest is the same.
-        updates: what it adds, in the order of the file.
+        digest: of its contents: equal digests give equal results.
+        updates: its updates, in the order of the file.
     """
 
     digest: str
@@ -96,7 +95,7 @@ class AdapterCheckpoint:
 
     @classmethod
     def read(cls, source: str) -> "AdapterCheckpoint":
-        """Read a folder, or a hub repository. Raises `AdapterError` if it is none, or has what is not supported."""
+        """Read a folder or a hub repository. Raises `AdapterError` if it is not an adapter, or unsupported."""
         config_file = _file(source, CONFIG)
         if config_file is None:
             raise AdapterError(f"{source} is no adapter: there is no {CONFIG}")
@@ -116,7 +115,7 @@ class AdapterCheckpoint:
 
 
 def _file(source: str, name: str) -> Path | None:
-    """A file of an adapter; None: it has none of this name."""
+    """A file of an adapter; None: it does not exist."""
     folder = Path(os.path.expanduser(source))
     if folder.is_dir():
         return folder / name if (folder / name).is_file() else None
@@ -176,7 +175,7 @@ def _tensors(source: str) -> tuple[dict[str, torch.Tensor], "hashlib._Hash"]:
                 tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 - it is no dict
     except (OSError, SafetensorError, RuntimeError, ValueError, EOFError, KeyError) as error:
         raise AdapterError(f"{path} cannot be read: {error}") from error
-    except Exception as error:  # of unpickling: anything
+    except Exception as error:  # unpickling may raise anything
         raise AdapterError(f"{path} holds more than tensors ({type(error).__name__})") from error
     if not isinstance(tensors, dict) or not all(isinstance(each, torch.Tensor) for each in tensors.values()):
         raise AdapterError(f"{path} holds more than tensors")

@@ -1,7 +1,7 @@
-"""`AdaptableLayers`: which weights of a prepared model adapters can change, by the names that its own modules had.
+"""`AdaptableLayers`: the weights of a prepared model that adapters can change, by their original names.
 
-Every layer of the kernels has a place, in which it looks for what is added to its rows. Layers that run as one are one
-place, where each has outputs of its own; each projection of each expert is a place, too.
+Every kernel layer has a place, where it finds the updates of its rows. Fused layers share one place, with separate
+outputs; each projection of each expert has its own place.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,10 +28,10 @@ class AdapterTarget:
     """A weight `[out, in]` that an adapter can change.
 
     Attributes:
-        place: where its layer looks.
-        first_output: which of the layer's outputs is the weight's first.
+        place: its layer's place.
+        first_output: the weight's first output in the layer.
         dtype: of the layer's rows.
-        is_embedding: whether rows are looked up in it, not multiplied with.
+        is_embedding: whether it is an embedding table.
     """
 
     place: int
@@ -46,20 +46,20 @@ class AdapterTarget:
 
 
 STEPS = ((10, 5), (23, 7))
-"""Tokens and rows of logits of steps that show how many rows each layer gets. None of them is filled up to more."""
+"""Tokens and logit rows of steps that show how many rows each layer gets. None of them is padded."""
 
 
 class AdaptableLayers:
-    """The places of a model, in which its layers look from now on.
+    """The places of a model, attached to its layers.
 
     Args:
         model: ours alone, prepacked.
         run: runs a step of given numbers of tokens and rows of logits.
 
     Attributes:
-        step: the kernels' number of what tells rows their adapters.
-        num_places: how many there are.
-        weights: what can be changed, by the names of linear layers and of the input embedding, `[vocabulary, hidden]`
+        step: the kernels' handle of the row assignment.
+        num_places: number of places.
+        weights: adaptable weights, by the names of linear layers and of the input embedding, `[vocabulary, hidden]`
             transposed.
         experts: the weights of all experts of a module, by its name: of each of its parameters, by name.
     """
@@ -116,8 +116,8 @@ class AdaptableLayers:
 
 
 def _what_layers_read(model: nn.Module, run: Callable[[int, int], object]) -> dict[int, bool]:
-    """Of the kernels' layers, by number, those that get a row for each token in every step, or one for each row of
-    logits: whether it is the latter."""
+    """For kernel layers, by handle, that get a row per token or per logit row in every step: whether it is the
+    latter."""
     steps = []
     for num_tokens, num_logit_rows in STEPS:
         with _watch_rows(model) as num_rows:
@@ -130,7 +130,7 @@ def _what_layers_read(model: nn.Module, run: Callable[[int, int], object]) -> di
 
 @contextmanager
 def _watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
-    """How many rows each of the kernels' layers is given in a forward pass, by its number; experts' are left out."""
+    """Rows of each kernel layer in a forward pass, by handle, without experts."""
     num_rows: dict[int, int] = {}
 
     def observe(number: int, module: nn.Module, args: tuple[Any, ...]) -> None:
@@ -146,8 +146,7 @@ def _watch_rows(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def _layers_of(module: nn.Module) -> Iterator[tuple[PanelLinear, int, int]]:
-    """The layer that computes a module of the model, if there is one; the first of its outputs that is the module's,
-    and how many are."""
+    """The layer that computes a module, if any, with the first and the number of the module's outputs in it."""
     match module:
         case SiblingLinear():
             sizes = module.together.sizes
@@ -166,8 +165,7 @@ def _layers_of(module: nn.Module) -> Iterator[tuple[PanelLinear, int, int]]:
 
 
 def _router_layer(module: nn.Module) -> PrepackedLinear | None:
-    """What multiplies for a module that does so with a caught matrix, in one dtype. It gets a few rows more than there
-    are tokens."""
+    """The layer of a module with a caught matrix, in one dtype. It gets a few padding rows."""
     weight = module._parameters.get("weight")
     if isinstance(weight, CaughtMatrix) and len(weight.prepacked) == 1:
         return next(iter(weight.prepacked.values()))

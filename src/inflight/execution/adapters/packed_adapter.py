@@ -1,4 +1,4 @@
-"""`PackedAdapter`: an adapter's matrices as the kernels read them, in the dtypes of the rows that they multiply."""
+"""`PackedAdapter`: an adapter's matrices in the kernels' layout, in the dtypes of the rows."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ class PackedAdapter:
     """An adapter in memory.
 
     Attributes:
-        number: what the kernels know it by.
+        number: the kernels' handle.
         num_bytes: of its matrices.
 
     Raises:
@@ -54,8 +54,8 @@ class PackedAdapter:
 def matrices_of(
     update: LowRankUpdate, scaling: Scaling, layers: AdaptableLayers
 ) -> Iterator[tuple[AdapterTarget, torch.Tensor, torch.Tensor]]:
-    """What an update changes, with `[rank, in]` and `[out, rank]` of each, the factor in the second. Raises
-    `AdapterError` if the model has no such weight."""
+    """The targets of an update, with `[rank, in]` and `[out, rank]` of each, scaled. Raises `AdapterError` if the model
+    has no such weight."""
     module, down, up = update.module, update.down, update.up.float()
     sizes = down.shape[1], up.shape[0]
     if (target := layers.weights.get(module)) is not None:
@@ -92,8 +92,7 @@ def _shape(in_features: int, out_features: int) -> str:
 
 
 def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
-    """`[rank, in]` filled with zeros to a multiple of inputs, and in the order in which the kernels read it; of an
-    embedding, its rows by token."""
+    """`[rank, in]` zero-padded to a multiple of inputs, in the kernels' order; for an embedding, rows by token."""
     if target.is_embedding:
         return down.to(target.dtype).T.contiguous()
     filled = nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE))
@@ -104,7 +103,7 @@ def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
 
 
 def _in_one_piece(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The same matrices one after the other in large pages: a step reads all of them once, in this order."""
+    """The matrices consecutively in huge pages, in the order in which a step reads them."""
     sizes = [-(-each.nbytes // LINE) * LINE for each in matrices]
     memory, copies, first = untouched_memory(sum(sizes)), [], 0
     for matrix, size in zip(matrices, sizes, strict=True):

@@ -1,4 +1,4 @@
-"""Attention over a paged cache: one interface and several backends, of which `reference` is the definition."""
+"""Attention over a paged cache: one interface and several backends, with `reference` as the definition."""
 
 import torch
 
@@ -23,7 +23,7 @@ __all__ = [
 def make_backend(
     name: str, device: torch.device, dtype: torch.dtype, block_size: int, kv_cache_dtype: str = "auto"
 ) -> AttentionBackend:
-    """The backend of this name; "auto" is the best one for the device.
+    """Return the backend of this name; "auto": the best for the device.
 
     Args:
         dtype: the model's.

@@ -1,7 +1,7 @@
-"""`ComparedAttention`: a backend with the definition beside it, to compare what ran with what should have.
+"""`ComparedAttention`: runs a backend beside the reference, and compares their outputs.
 
-The definition keeps a cache of its own from the first step on, so the comparison depends neither on how the witnessed
-backend lays out its storage nor on whether it stored correctly. Results are the backend's.
+The reference keeps its own cache from the first step on, so the comparison depends neither on the backend's storage
+layout nor on its correctness. Results are the backend's.
 """
 
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class ComparedCache(KVStorage):
-    """The backend's storage as it made it, and the definition's beside it."""
+    """The backend's storage, and the reference's."""
 
     own: KVStorage
     shadow: KVStorage
@@ -24,8 +24,8 @@ class ComparedCache(KVStorage):
 
 @dataclass(frozen=True, slots=True)
 class ComparedCall:
-    """One attention call of a step, and the largest difference between the two outputs, relative to the largest
-    magnitude in the definition's; infinite if an output is not finite."""
+    """One attention call of a step, and the largest difference of the outputs, relative to the reference's largest
+    magnitude; infinite if an output is not finite."""
 
     spec: AttentionSpec
     difference: float
@@ -35,10 +35,10 @@ class ComparedAttention:
     """An `AttentionBackend` that runs `compared`, and `ReferenceAttention` beside it.
 
     Attributes:
-        comparing: whether the definition attends, too. Writes always go to both caches.
+        comparing: whether the reference attends, too. Writes always go to both caches.
         block_size: of both caches.
-        num_parts: how many parts a block has in a batch's first group (`BlockPart`).
-        batch: the step that runs, or ran last.
+        num_parts: parts per block in a batch's first group (`BlockPart`).
+        batch: the current or last step.
         copies: the blocks that were copied before it, (source, destination) each.
         calls: its attention calls in order; empty if they were not compared.
     """

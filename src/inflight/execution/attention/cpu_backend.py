@@ -1,8 +1,8 @@
 """`CpuAttention`: attention in C++ that reads the cache's blocks in place.
 
-`execution/kernels/attend_tile.h` has the arithmetic and the layout, `attention.cpp` the division of work. A token's
-result has the same bits whatever runs beside it, however its prompt was chunked, wherever its blocks lie, and with any
-number of threads. Blocks that several sequences of a step share are read once for all of them.
+`execution/kernels/attend_tile.h` has the arithmetic and the layout, `attention.cpp` the work partitioning. A token's
+result has the same bits in any batch, chunking and block placement, and with any number of threads. Blocks shared by
+sequences of a step are read once for all.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class CpuCache(KVStorage):
         stored: the whole piece, `[N + 1, Hkv, stripes, bytes of a stripe]` int8.
         key_scales, value_scales: for an int8 cache, `[N + 1, Hkv, stripes, lanes]` float32, one for each token and
             head.
-        call: the number under which the kernels know this attention call.
+        call: the kernels' handle of this attention call.
     """
 
     stored: torch.Tensor

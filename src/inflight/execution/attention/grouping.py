@@ -1,9 +1,9 @@
-"""Cache groups: which attention calls share blocks. They keep the same tokens, and each group takes the same memory.
+"""Cache groups: attention calls that share blocks. They keep the same tokens, and all groups' blocks have the same
+size.
 
-A block holds the keys and values of one group, and any group may have it. The calls of every group are laid out over
-the same storages: one call to a storage, or several calls to equal parts of its blocks, where they keep fewer bytes of
-a token than others. So no memory is set aside for windows or for full attention. (The idea is that of vLLM's hybrid
-cache manager.)
+A block holds the keys and values of one group, and any group may take it. The calls of every group are laid out over
+the same storages: one call per storage, or several calls in equal parts of its blocks if they keep fewer bytes per
+token. So no memory is reserved for windows or for full attention, as in vLLM's hybrid cache manager.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,15 +14,15 @@ from inflight.execution.attention import AttentionSpec
 from inflight.execution.attention.interface import AttentionBackend, KVStorage
 
 MAX_PADDING, MAX_PADDING_OF_WINDOWS = 0.1, 0.25
-"""The share of memory that may be wasted because a group has fewer calls than it has room for: in groups that keep all
-tokens, and in groups that keep a window, which take less memory anyway."""
+"""The most memory, as a share, wasted by groups with fewer calls than storages: for groups that keep all tokens, and
+for groups with a window, which take less memory anyway."""
 MAX_GROUPS = 16
-"""Each group costs a block table for each sequence."""
+"""The most groups; each costs a block table per sequence."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPart:
-    """Where calls lie in the blocks of their group.
+    """A part of a group's blocks.
 
     Attributes:
         group: index of the cache group.
@@ -37,14 +37,13 @@ class BlockPart:
 
 @dataclass(frozen=True, slots=True)
 class Grouping:
-    """How attention calls lie in the cache.
+    """The layout of attention calls in the cache.
 
     Attributes:
         specs: the calls in order; their `cache_group` is an index into `parts`.
         groups: the cache groups; groups that keep all tokens come first.
         parts: the parts of their blocks.
-        is_transient: whether all calls lie in the same memory, one after the other, because no later step reads what
-            they keep.
+        is_transient: whether all calls reuse the same memory in turn, because no later step reads it.
     """
 
     specs: tuple[AttentionSpec, ...]
@@ -58,7 +57,7 @@ class Grouping:
         return any(part.num_parts > 1 for part in self.parts)
 
     def storages(self) -> list[list[int]]:
-        """For each storage, the ordinals of the calls that lie in it; the first has whole blocks."""
+        """For each storage, the ordinals of its calls; the first has whole blocks."""
         if self.is_transient:
             return [list(range(len(self.specs)))]
         by_part: list[list[int]] = [[] for _ in self.parts]
@@ -69,18 +68,18 @@ class Grouping:
         return [sorted(calls, key=lambda call: self.part_of(call).num_parts) for calls in storages]
 
     def part_of(self, call: int) -> BlockPart:
-        """Where the call of this ordinal lies."""
+        """The part of the call of this ordinal."""
         return self.parts[self.specs[call].cache_group]
 
 
 def group_calls(
     specs: Sequence[AttentionSpec], max_model_len: int, bytes_per_block: Callable[[AttentionSpec], int]
 ) -> Grouping:
-    """Put attention calls into cache groups.
+    """Divide attention calls into cache groups.
 
     All calls become one group that keeps everything if they cannot be divided into a few groups of about equal memory,
-    if a call sees more of the keys and values that it shares with another call than that call itself, or if texts run
-    whole because queries see later keys.
+    if a call sees more of another's shared keys and values than that call itself, or if texts run whole because queries
+    see later keys.
 
     Args:
         specs: the calls in order.
@@ -115,7 +114,7 @@ def group_calls(
 
 
 def _kept_by(spec: AttentionSpec, max_model_len: int) -> CacheGroup:
-    """Which tokens a call keeps. A window or chunk of at least `max_model_len` is none."""
+    """The tokens that a call keeps. A window or chunk of at least `max_model_len` has no effect."""
     window, chunk = (None if each is None or each >= max_model_len else each for each in (spec.window, spec.chunk))
     return CacheGroup(window, chunk)
 
@@ -161,7 +160,7 @@ def _size_of_groups(num_calls: Mapping[CacheGroup, int], num_parts: Mapping[Cach
 def allocate_storages(
     backend: AttentionBackend, grouping: Grouping, num_blocks: int
 ) -> tuple[list[KVStorage], list[KVStorage]]:
-    """The storage of each attention call, in order; and those that have memory of their own."""
+    """The storage of each attention call, in order; and those with their own memory."""
 
     def storage_of(call: int, beside: KVStorage | None) -> KVStorage:
         num_parts = (num_blocks + 1) * grouping.part_of(call).num_parts  # the last block is spare

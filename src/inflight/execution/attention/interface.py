@@ -1,4 +1,4 @@
-"""The interface of attention backends, and what they are told about each attention call of a model.
+"""The interface of attention backends, and `AttentionSpec`, the description of an attention call.
 
 Shapes: T tokens in the row, H query heads, Hkv key/value heads, Dk and Dv head sizes of keys and values.
 """
@@ -14,7 +14,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class AttentionSpec:
-    """One attention call of a model's forward pass, as preparation found it.
+    """One attention call of a model's forward pass, found by preparation.
 
     Attributes:
         num_heads, num_kv_heads: H and Hkv; query heads `i * H // Hkv ...` share key/value head i.
@@ -26,9 +26,9 @@ class AttentionSpec:
         chunk: a query sees only keys in its own aligned chunk of this many positions (Llama 4); None: no chunks.
         softcap: scores become `softcap * tanh(score / softcap)` (Gemma 2); None: they stay.
         has_sinks: a per-head logit joins each softmax and is dropped from the result (GPT-OSS).
-        cache_group: index into the groups of the batch that a backend is given.
-        shares_cache_with: ordinal of the earlier call whose keys and values this call is given again, and reads where
-            they lie (Gemma 3n and 4); None: it has its own.
+        cache_group: index of its cache group.
+        shares_cache_with: ordinal of the earlier call whose keys and values this call reuses (Gemma 3n and 4); None: it
+            has its own.
     """
 
     num_heads: int
@@ -49,8 +49,8 @@ class AttentionSpec:
 class KVStorage:
     """Storage for the keys and values of one attention call: N + 1 blocks, then dimensions of the backend's choice.
 
-    The definition's are `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to no sequence: what is
-    written to cache index -1 may lie there.
+    The definition's are `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to no sequence: writes
+    to cache index -1 may go there.
     """
 
     keys: torch.Tensor
@@ -60,10 +60,10 @@ class KVStorage:
 class AttentionBackend(Protocol):
     """Stores keys and values in blocks, and lets each query attend to those of its own sequence.
 
-    In every layer all writes of a step are finished before any read.
+    In every layer all writes of a step finish before any read.
 
     Attributes:
-        is_batch_invariant: whether a query's result has the same bits, whatever runs beside it.
+        is_batch_invariant: whether a query's result has the same bits in any batch.
     """
 
     name: str
@@ -75,16 +75,16 @@ class AttentionBackend(Protocol):
         ...
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
-        """Storage for one attention call. Memory is only committed as it is touched, where the system allows.
+        """Allocate storage for one attention call. Memory is committed on first touch, where the system allows.
 
         Args:
-            beside: the storage of another call, in whose memory this one shall lie. The calls never use the same block.
-                It has as many bytes of keys and of values, perhaps in fewer and larger blocks.
+            beside: the storage of another call, whose memory this one shares. The calls never use the same block. It
+                has equal bytes of keys and of values, perhaps in fewer and larger blocks.
         """
         ...
 
     def begin_step(self, batch: RaggedBatch) -> None:
-        """Prepare what all attention calls of this step have in common."""
+        """Prepare data shared by all attention calls of the step."""
         ...
 
     def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:

@@ -1,7 +1,8 @@
-"""`ReferenceAttention`: the definition, in plain torch, for reading. It attends over the whole row with its mask.
+"""`ReferenceAttention`: the definition, in plain torch, written for reading. It attends over the whole row with its
+mask.
 
-Every other backend is tested against this one. It gathers the keys of all spans end to end, builds the block-diagonal
-mask over them, and attends densely: `T x sum(kv_lens)` scores per head, so it is for small steps.
+Every other backend is tested against it. It concatenates the keys of all spans, builds the block-diagonal mask over
+them, and attends densely: `T x sum(kv_lens)` scores per head, for small steps only.
 """
 
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ def may_attend(
 ) -> torch.Tensor:
     """Which keys of its own sequence a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
 
-    If it is causal, a key must not come after the query; a window and a chunk narrow that down (see `AttentionSpec`).
+    If causal, a key must not come after the query; a window and a chunk restrict it further (see `AttentionSpec`).
     """
     queries, keys = query_positions.unsqueeze(-1), key_positions.unsqueeze(-2)
     distance = queries - keys
@@ -78,7 +79,7 @@ def dense_attention(
     weights = torch.softmax(scores, dim=-1)
     if sinks is not None:
         weights = weights[..., :-1]
-    # 0 times NaN is NaN: a key that is not finite reaches only those who see it.
+    # 0 times NaN is NaN: a non-finite key must affect only queries that see it.
     is_broken = ~torch.isfinite(value).all(dim=-1)
     sees_broken = (allowed.unsqueeze(-3) & is_broken.unsqueeze(-2)).any(dim=-1, keepdim=True)
     attended = (weights @ value.masked_fill(is_broken.unsqueeze(-1), 0.0)).masked_fill(sees_broken, float("nan"))
@@ -89,7 +90,7 @@ class ReferenceAttention:
     """The definition as an `AttentionBackend`."""
 
     name = "reference"
-    is_batch_invariant = False  # torch's operators choose by sizes
+    is_batch_invariant = False  # torch's operators dispatch on sizes
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         self.device = device
@@ -114,7 +115,7 @@ class ReferenceAttention:
         if beside is not None:
             return KVStorage(beside.keys.view(*shape, sizes[0]), beside.values.view(*shape, sizes[1]))
         keys, values = (torch.empty(*shape, size, dtype=self.dtype, device=self.device) for size in sizes)
-        keys[-1] = values[-1] = 0  # blocks that were let go are gathered from there, and masked
+        keys[-1] = values[-1] = 0  # freed blocks are gathered from there, and masked
         return KVStorage(keys, values)
 
     def begin_step(self, batch: RaggedBatch) -> None:

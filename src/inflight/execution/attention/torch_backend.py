@@ -1,10 +1,10 @@
-"""`TorchAttention`: a good backend for any device, made of torch's own operators.
+"""`TorchAttention`: a backend for any device, with torch's own operators.
 
 Spans of equal query length and similar context length (within a factor of two) attend together: their blocks are
 gathered into one padded tensor, and `scaled_dot_product_attention` runs over it. The query heads of a key/value head
 are folded into its rows, so that keys and values are not repeated. So all decodes of a step take a few calls. A long
 span attends alone, in slices of queries, so that its mask stays small. Gathers and masks are made once a step, not once
-a layer. Softcap and sinks, which torch's operator does not know, are written out.
+a layer. Softcap and sinks, which torch's operator lacks, are written out.
 """
 
 from collections import defaultdict
@@ -19,7 +19,7 @@ from inflight.execution.attention.reference import ReferenceAttention, dense_att
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, cache_indices, to_device
 
 MAX_SHARED_QUERY_LEN = 16
-"""Spans up to this long attend together with others; longer ones fill the processor alone."""
+"""Spans up to this length attend together; longer ones use the processor fully alone."""
 
 MAX_QUERIES_AT_ONCE = 512
 """Longer spans attend in slices of this many queries, the rows of a slice's mask."""
@@ -31,8 +31,8 @@ class Gather:
 
     Attributes:
         rows: `[G, L]` int64, the queries' indices in the row.
-        cache_indices: `[G, K]` int64, where the keys lie. Padding repeats the span's own last key, so that nothing in
-            memory that it does not own (another sequence's NaN, say) enters its arithmetic.
+        cache_indices: `[G, K]` int64, where the keys lie. Padding repeats the span's own last key, so that no other
+            memory (another sequence's NaN, say) enters its arithmetic.
         allowed: `[G, L, K]` bool; None when causality alone decides and K = L, a plain causal prefill.
     """
 
@@ -45,7 +45,7 @@ class TorchAttention(ReferenceAttention):
     """Attention by gathers and `scaled_dot_product_attention`; storage as in the definition."""
 
     name = "torch"
-    is_batch_invariant = False  # torch's operators choose by sizes
+    is_batch_invariant = False  # torch's operators dispatch on sizes
 
     def __init__(self, device: torch.device, dtype: torch.dtype, block_size: int) -> None:
         super().__init__(device, dtype, block_size)

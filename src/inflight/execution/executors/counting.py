@@ -1,4 +1,4 @@
-"""`Counting`: the positions that a model gives its tokens."""
+"""`Counting`: computes a model's position ids."""
 
 from dataclasses import dataclass
 
@@ -8,8 +8,7 @@ import torch
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 
 TYPE_SHIFT = 20
-"""A graph takes token ids and positions only, so a token's type goes with its position, in the bits
-from here on."""
+"""The bits above this one hold a token's type: a graph takes only token ids and positions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,8 +16,8 @@ class Counting:
     """How positions are counted.
 
     Attributes:
-        padding: the padding token, from whose id on others are counted, and to which all padding tokens go (RoBERTa);
-            None: positions are counted from 0.
+        padding: the padding token's id, from which positions count, and which is every padding token's position
+            (RoBERTa); None: positions count from 0.
     """
 
     padding: int | None = None

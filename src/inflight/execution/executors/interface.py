@@ -1,4 +1,4 @@
-"""What is asked of an executor, a way to run a model on a step's spans."""
+"""The interface of executors, which run a model on a step's spans."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -13,12 +13,12 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an executor can do.
+    """An executor's capabilities.
 
     Attributes:
-        shares_prefixes: a sequence can go on from blocks that another one has computed.
-        chunks_prompts: a prompt is computed as its chunks come. If not, the executor holds its chunks back until the
-            last one has come.
+        shares_prefixes: a sequence can continue from another's blocks.
+        chunks_prompts: a prompt is computed chunk by chunk. If not, the executor holds its chunks back until the last
+            one.
     """
 
     shares_prefixes: bool
@@ -26,7 +26,7 @@ class Capabilities:
 
 
 class Executor(Protocol):
-    """A loaded model together with its cache."""
+    """A loaded model with its cache."""
 
     name: str
     model: PreTrainedModel
@@ -38,7 +38,7 @@ class Executor(Protocol):
 
     @property
     def cache_groups(self) -> Sequence[CacheGroup]:
-        """Which tokens it keeps: a plan has a block table in each group for every span."""
+        """The cache groups: a plan has a block table in each group for every span."""
         ...
 
     @property
@@ -51,11 +51,11 @@ class Executor(Protocol):
         ...
 
     def allocate(self, num_blocks: int) -> None:
-        """Make room for `num_blocks` blocks."""
+        """Allocate `num_blocks` blocks."""
         ...
 
     def release(self, slots: Iterable[int]) -> None:
-        """Drop whatever is kept for the sequences that had these slots."""
+        """Drop the state of the sequences that had these slots."""
         ...
 
     def forward(self, batch: RaggedBatch) -> torch.Tensor:

@@ -1,7 +1,7 @@
-"""`KeptStates`: the last hidden state of every token, for a head of the model's own that continues from it.
+"""`KeptStates`: the last hidden state of every token, for the model's MTP head.
 
-It lies beside the token's keys and values, in blocks of the same numbers. So it needs no bookkeeping of its own: what
-is shared, forked, evicted or computed again there is so here.
+States use the block numbers of the token's keys and values, so they need no block tables of their own: blocks shared,
+forked, evicted or recomputed there are so here.
 """
 
 from collections.abc import Iterator, Sequence
@@ -19,8 +19,8 @@ class KeptStates:
     """Hidden states of width H by block.
 
     Args:
-        model: whose states they are.
-        group: the cache group whose blocks are meant: one that keeps all tokens.
+        model: the model.
+        group: the cache group whose block numbers are used; it keeps all tokens.
     """
 
     def __init__(self, model: PreTrainedModel, group: int, num_blocks: int, block_size: int) -> None:
@@ -59,8 +59,8 @@ class KeptStates:
 
 @contextmanager
 def put_last_states(model: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[None]:
-    """Inside, a forward pass over one row puts its last hidden states `[T, H]` there: what the model's decoder returns,
-    from which its head computes logits."""
+    """A context in which a forward pass over one row stores its last hidden states `[T, H]`: the decoder's output, from
+    which the head computes logits."""
 
     def observe(module: torch.nn.Module, args: Any, output: Any) -> None:
         states.append((output[0] if isinstance(output, tuple) else output.last_hidden_state)[0])

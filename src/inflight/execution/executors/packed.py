@@ -1,4 +1,5 @@
-"""`PackedExecutor`: the ragged row through an unchanged `transformers` model; attention alone keeps sequences apart."""
+"""`PackedExecutor`: runs the ragged row through an unchanged `transformers` model; only attention separates
+sequences."""
 
 import logging
 from collections.abc import Callable, Iterable
@@ -32,32 +33,32 @@ from inflight.execution.weights.linear_calls import is_watched
 logger = logging.getLogger(__name__)
 
 MIN_PACKED_ROWS = 4
-"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are no faster."""
+"""On a CPU oneDNN computes a single row differently, with other bits; and fewer than four rows are not faster."""
 
 
 class StepAdapters(Protocol):
-    """What knows which adapters the rows of a step have."""
+    """Assigns adapters to the rows of a step."""
 
     def in_step(self, batch: RaggedBatch, num_rows: int, num_logit_rows: int) -> AbstractContextManager[None]:
-        """Inside, layers add to each row what its adapter adds.
+        """A context in which layers apply each row's adapter.
 
         Args:
-            num_rows, num_logit_rows: of the step, with those that only fill it up.
+            num_rows, num_logit_rows: of the step, padding included.
         """
         ...
 
 
 class PackedExecutor:
-    """Runs a `RaggedBatch` as one batch row of T tokens. Every attention call has its keys and values in blocks; calls
-    of different cache groups share memory, in different blocks.
+    """Runs a `RaggedBatch` as one batch row of T tokens. Every attention call keeps its keys and values in blocks;
+    calls of different cache groups share memory, in different blocks.
 
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
         backend: for the model's device and dtype.
-        grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and how they lie
+        grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and their layout
             in the cache (`group_calls`).
-        min_rows: rows that a step on a CPU has at least.
-        counting: how the model counts positions.
+        min_rows: the least rows of a step on a CPU.
+        counting: computes position ids.
     """
 
     name = "packed"
@@ -82,9 +83,9 @@ class PackedExecutor:
         self._compiled: CompiledGraph | None = None
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
-        """Tells the layers which adapters the rows of each step have."""
+        """Assigns adapters to the rows of each step."""
         self._calls: list[tuple[AttentionSpec, KVStorage]] = []  # of a forward pass, in order
-        self._storages: list[KVStorage] = []  # those that have memory of their own
+        self._storages: list[KVStorage] = []  # those with their own memory
         self._num_blocks = 0
         self._num_calls = self._num_tokens = 0  # in the running forward pass
 
@@ -115,8 +116,7 @@ class PackedExecutor:
         self._calls = list(zip(self.specs, caches, strict=True))
 
     def rows_of_block(self, block: int) -> list[memoryview]:
-        """The memory of a block, in a few pieces: keys and values of every call, and hidden states if they are kept. On
-        a CPU only."""
+        """The memory of a block, in a few pieces: keys and values of every call, and kept hidden states. CPU only."""
         tensors = [each for storage in self._storages for each in self.backend.memory_of(storage)]
         if self._kept is not None:
             tensors.append(self._kept.memory)
@@ -131,7 +131,7 @@ class PackedExecutor:
         return self._compiled is None or self._compiled.program.needs_torch_threads
 
     def keep_states(self, kept: KeptStates) -> None:
-        """Keep every token's last hidden state from now on. The model runs eagerly."""
+        """Start keeping every token's last hidden state. The model then runs eagerly."""
         self._kept = kept
         self.run_eagerly()
 
@@ -166,7 +166,7 @@ class PackedExecutor:
     def _run(
         self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> list[torch.Tensor]:
-        """The outputs of a step, from its rows with those that only fill it up."""
+        """A step's outputs, without padding rows."""
         rows = input_ids, positions, logit_rows
         if self._compiled is not None:
             return _without_padding(batch, self._compiled(*rows))
@@ -178,7 +178,7 @@ class PackedExecutor:
     def _run_eagerly(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
     ) -> list[torch.Tensor]:
-        """The outputs for rows of which `num_tokens` are tokens, by the model's own Python."""
+        """Run rows, of which `num_tokens` are tokens, through the model's own Python."""
         self._num_calls, self._num_tokens = 0, num_tokens
         states: list[torch.Tensor] = []
         with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
@@ -220,7 +220,7 @@ class PackedExecutor:
 
     @property
     def attention_calls(self) -> list[int]:
-        """The numbers by which the kernels know the attention calls, in order; empty with any other backend."""
+        """The kernels' handles of the attention calls, in order; empty with any other backend."""
         return [cache.call for _, cache in self._calls if isinstance(cache, CpuCache)]
 
     def run_eagerly(self) -> None:
@@ -228,8 +228,8 @@ class PackedExecutor:
         self._compiled = None
 
     def compare_attention(self) -> ComparedAttention:
-        """Run the definition of attention beside the backend from now on, and compare them. The cache is allocated
-        again, so nothing may have run before. The model runs eagerly: a graph's attention calls skip the backend."""
+        """Start comparing the backend with reference attention, with a new cache; call before anything has run. The
+        model then runs eagerly: a graph's attention calls bypass the backend."""
         definition = ReferenceAttention(self.model.device, self.model.dtype, self.backend.block_size)
         comparison = ComparedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         self.backend = comparison
@@ -246,8 +246,8 @@ class PackedExecutor:
         mask: torch.Tensor | None,
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
-        """Answer the model's next attention call. Its cache is found by its ordinal in the forward pass, because a
-        layer may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
+        """Handle the model's next attention call. Its ordinal in the forward pass identifies its cache, because a layer
+        may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
         spec, cache = self._calls[self._num_calls]
         self._num_calls += 1
         num_rows, num_tokens = query.shape[2], self._num_tokens
@@ -280,8 +280,8 @@ def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Callable
 
 
 def require_packed(executor: Executor) -> PackedExecutor:
-    """The executor, if it is packed. Raises `ModelError` if attention is the model's own, which cannot be looked
-    into."""
+    """Return the executor if it is packed. Raises `ModelError` if attention is the model's own, which cannot be
+    inspected."""
     Features(executor=executor.name).require(INSPECTION)
     assert isinstance(executor, PackedExecutor)
     return executor
@@ -293,7 +293,7 @@ def _without_padding(batch: RaggedBatch, outputs: list[torch.Tensor]) -> list[to
 
 
 def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroupBatch:
-    """Where calls that have only a part of each block keep their keys and values. Parts are numbered like blocks."""
+    """The keys and values of calls that use a part of each block. Parts are numbered like blocks."""
     group = batch.groups[part.group]
     if part.num_parts == 1:
         return group

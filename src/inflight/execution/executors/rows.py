@@ -1,10 +1,9 @@
 """`RowsExecutor`: spans as rows of batches, with the model's own attention code, over a paged cache.
 
-For models that compute attention themselves, or have recurrent states. The model finds the keys and values of each
-row's sequence in a cache of `transformers`' form (`RowCache`), padded on the left, with a mask; and states by slot. All
-spans of one token run as one batch, so that decodes share the reading of weights. Spans that begin a sequence and are
-about equally long run together, padded on the left; any other span runs alone. Whatever a span relies on has run before
-it: the beginnings rely on nothing, and all other spans keep their order.
+For models that compute attention themselves, or have recurrent states. The model reads each row's keys and values from
+a `transformers` cache (`RowCache`), padded on the left, with a mask; and states by slot. All spans of one token run as
+one batch, so that decodes share the reading of weights. First spans of similar length run together, padded on the left;
+any other span runs alone. Dependencies run first: first spans have none, and all others keep their order.
 """
 
 from collections.abc import Iterable, Iterator
@@ -27,7 +26,7 @@ MAX_PADDING_RATIO = 1.5
 
 
 def row_batches(spans: Iterable[Span], *, pads: bool) -> Iterator[list[Span]]:
-    """Batches of spans that run together, in an order in which each span finds what it relies on."""
+    """Batches of spans, ordered by their dependencies."""
     beginnings: list[Span] = []
     others: list[Span] = []
     for span in spans:
@@ -56,10 +55,10 @@ class RowsExecutor:
     """Runs a step's spans as batches of rows.
 
     Args:
-        model: ours alone, in evaluation mode, with an attention implementation of its own.
+        model: exclusively ours, in evaluation mode, with its own attention implementation.
         block_size, num_slots: of the cache.
-        in_one_piece: whether prompts only run whole, because the model cannot go on with several tokens at once.
-        pads: whether sequences of different lengths begin together.
+        in_one_piece: whether prompts must run whole, because the model cannot continue with several tokens at once.
+        pads: whether first spans of different lengths run together.
 
     Raises:
         ModelError: the model's cache holds anything other than keys, values and states.
@@ -92,8 +91,7 @@ class RowsExecutor:
 
     @property
     def capabilities(self) -> Capabilities:
-        """See `Executor`. A state cannot be shared, because it has seen one sequence only; and a prompt that runs whole
-        has to be known from its first token on."""
+        """See `Executor`. Recurrent states cannot be shared; and a prompt that runs whole needs all its tokens."""
         return Capabilities(
             shares_prefixes=not self._cache.has_states and not self.in_one_piece,
             chunks_prompts=not self.in_one_piece,
@@ -105,7 +103,7 @@ class RowsExecutor:
         return bytes_of(self._like)[1]
 
     def bytes_per_block(self, block_size: int) -> int:
-        """See `Executor`. Twice the keys and values: those of decoding sequences are kept gathered as well."""
+        """See `Executor`. Twice the keys and values: those of decoding sequences are also kept gathered."""
         return 2 * block_size * bytes_of(self._like)[0]
 
     def allocate(self, num_blocks: int) -> None:
@@ -132,7 +130,7 @@ class RowsExecutor:
         return torch.cat(wanted) if wanted else self._call.no_logits
 
     def _runnable(self, batch: RaggedBatch) -> Iterator[Span]:
-        """The spans of a step that run now; chunks of a prompt that runs whole are held back until the last one."""
+        """The spans to run now; chunks of a prompt that runs whole are held back until the last one."""
         for span in batch.spans:
             if not self.in_one_piece:
                 yield span
@@ -146,7 +144,7 @@ class RowsExecutor:
             yield span if can_go_on else self._history.from_the_beginning(span)
 
     def _run(self, spans: list[Span], batch: RaggedBatch, logits: dict[int, torch.Tensor]) -> None:
-        """Run spans together; add the wanted logits `[num_logit_rows, V]` of each to `logits`, by sequence id."""
+        """Run spans together; add the logits `[num_logit_rows, V]` of each to `logits`, by sequence id."""
         rows = self._rows(spans, batch)
         columns, padding = np.arange(rows.num_keys), rows.num_keys - rows.ends[:, None]
         needs_mask = self._cache.has_keys or rows.tokens is not None
@@ -195,7 +193,7 @@ class RowsExecutor:
 
     @torch.inference_mode()
     def _own_cache(self) -> DynamicCache:
-        """The model's own cache after two tokens, which shows what it keeps. Raises `ModelError`."""
+        """The model's own cache after two tokens, which shows its layout. Raises `ModelError`."""
         tokens, reasons = np.array([[1, 2]]) % self._call.vocab_size, list[str]()
         for config in (self.model.config, None):  # some configurations count other layers than the decoder's
             try:

@@ -1,8 +1,8 @@
-"""`SequentialExecutor`: one sequence after the other, each with a cache that the model makes for itself.
+"""`SequentialExecutor`: runs sequences one after another, each with the model's own cache.
 
-The last resort, which works for every causal model. If a sequence's cache does not end where its span begins (a step
-was given up, or the sequence starts over), it is rebuilt from the sequence's tokens. So no step ever has to be
-undone, and a model without any cache is run from the beginning for every token.
+The fallback, which works for every causal model. If a sequence's cache does not end where its span begins (a discarded
+step, or a restarted sequence), it is rebuilt from the tokens. So no step needs undoing, and a model without a cache is
+rerun for every token.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 @dataclass(slots=True)
 class _OwnCache:
-    """What the model keeps for one sequence's first `length` tokens."""
+    """The model's cache of one sequence's first `length` tokens."""
 
     kept: Any
     length: int
@@ -34,7 +34,7 @@ class SequentialExecutor:
     Args:
         model: ours alone, in evaluation mode, with an attention implementation of its own.
         in_one_piece: whether prompts only run whole, because the model cannot go on with several tokens at once.
-        uses_cache: whether the model keeps anything; if not, a sequence is run from its beginning for every token.
+        uses_cache: whether the model has a cache; if not, a sequence is rerun for every token.
     """
 
     name = "sequential"
@@ -54,11 +54,11 @@ class SequentialExecutor:
         return Capabilities(shares_prefixes=False, chunks_prompts=not self.in_one_piece)
 
     def bytes_per_block(self, block_size: int) -> int:
-        """See `Executor`. How much the model's own caches take is not known."""
+        """See `Executor`. The size of the model's own caches is unknown."""
         return 0
 
     def allocate(self, num_blocks: int) -> None:
-        """See `Executor`. The model makes room for itself."""
+        """See `Executor`. The model allocates its own caches."""
         self._caches.clear()
 
     def release(self, slots: Iterable[int]) -> None:
@@ -75,7 +75,7 @@ class SequentialExecutor:
         return torch.cat(wanted) if wanted else self._call.no_logits
 
     def _run(self, span: Span) -> torch.Tensor | None:
-        """A span's logits `[num_logit_rows, V]`, if any are wanted."""
+        """A span's logits `[num_logit_rows, V]`, if any."""
         self._history.add(span)
         is_whole = span.start == 0
         if is_whole:

@@ -1,4 +1,4 @@
-"""`TokenHistory`: the tokens of each slot's sequence, for executors that run a sequence again from its beginning."""
+"""`TokenHistory`: the tokens of each slot's sequence, for executors that rerun sequences."""
 
 from collections.abc import Iterable
 from dataclasses import replace
@@ -10,13 +10,13 @@ from inflight.execution.ragged_batch import IntArray
 
 
 class TokenHistory:
-    """The tokens that each slot's sequence has been given so far."""
+    """The tokens of each slot's sequence so far."""
 
     def __init__(self) -> None:
         self._token_ids: dict[int, IntArray] = {}
 
     def add(self, span: Span) -> None:
-        """Remember a span's tokens; what was known from its first position on is overwritten."""
+        """Record a span's tokens, overwriting from its first position on."""
         known = self._token_ids.get(span.slot)
         if known is None or len(known) < span.end:
             grown = np.zeros(max(64, 2 * span.end), dtype=np.int64)
@@ -26,7 +26,7 @@ class TokenHistory:
         known[span.start : span.end] = span.token_ids
 
     def from_the_beginning(self, span: Span) -> Span:
-        """The same span, extended to begin with the sequence's first token."""
+        """The span, extended to begin with the sequence's first token."""
         return replace(span, start=0, token_ids=self._token_ids[span.slot][: span.end].tolist())
 
     def release(self, slots: Iterable[int]) -> None:

@@ -26,13 +26,13 @@ from inflight.execution.graph.trace import UntraceableError
 ENUMERATORS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.strided: 0}
 """Torch's numbers of memory formats and layouts."""
 HANDLES = ("linear", "call", "experts", "step", "exchange")
-"""Arguments of our operators that are handles of objects of this process."""
+"""Arguments of our operators that are handles."""
 MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
-"""Parts of the names of torch's operators that are work for several threads."""
+"""Substrings of torch's operator names that are worth several threads."""
 
 
 class Handle(int):
-    """A code that is a handle of an object of this process; of a `kind` among `HANDLES`."""
+    """A code that is a handle, of a `kind` in `HANDLES`."""
 
     kind: str
 
@@ -43,13 +43,13 @@ class Handle(int):
 
 
 class EncodedProgram(NamedTuple):
-    """A program as the kernels read it.
+    """A program in the kernels' format.
 
     Attributes:
-        codes, numbers, words, constants: what the operator `new_program` takes: codes, the numbers and words that they
-            refer to, and the tensors that exist before the program runs.
+        codes, numbers, words, constants: arguments of the operator `new_program`: codes, the numbers and words that
+            they refer to, and the constant tensors.
         handles: the kinds of the handles (`HANDLES`) among the codes, by their places.
-        needs_torch_threads: whether torch's operators have work for several threads.
+        needs_torch_threads: whether torch's operators need several threads.
     """
 
     codes: list[int]
@@ -61,7 +61,7 @@ class EncodedProgram(NamedTuple):
 
 
 def encode(graph: Graph, *, fuses: bool = True) -> EncodedProgram:
-    """A graph as a program for `CompiledGraph`. Raises `UntraceableError` if an operator takes what no program holds.
+    """Encode a graph for `CompiledGraph`. Raises `UntraceableError` for unsupported arguments of an operator.
 
     Args:
         fuses: whether small operators are fused into row kernels.

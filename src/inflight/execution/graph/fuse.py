@@ -30,7 +30,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 MAX_ROW = 2**15
 """Elements: the registers of longer rows would leave the cache."""
 MIN_SUM = 8
-"""Torch sums shorter rows in another way."""
+"""Torch sums shorter rows differently."""
 
 ELEMENTWISE = {
     "aten::neg": Opcode.NEGATE,
@@ -56,7 +56,7 @@ class CannotFuseError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A value that is in a register: the strides that its tensor has in each dimension of the space, and its dtype."""
+    """A value in a register: its tensor's strides in each dimension of the space, and its dtype."""
 
     register: int
     dtype: torch.dtype
@@ -66,13 +66,13 @@ class Held:
 
 @dataclass(slots=True)
 class FusedNode:
-    """A row kernel in the making.
+    """A row kernel under construction.
 
     Attributes:
         space: rows in each dimension.
         lengths: elements of each register.
         constants: the register of each number.
-        held: the values that it has computed, which are in registers.
+        held: its computed values, in registers.
     """
 
     space: tuple[Size, ...]
@@ -83,7 +83,7 @@ class FusedNode:
     _loaded: dict[tuple[Rows, int], int] = field(default_factory=dict)
 
     def fuse(self, node: Node) -> bool:
-        """Fuse a node into the kernel. Returns whether that was possible; if not, nothing has changed."""
+        """Fuse a node into the kernel. Returns False, changing nothing, if impossible."""
         kept = len(self.lengths), dict(self.constants), len(self.instructions), dict(self._loaded)
         try:
             _Fusing(self, node).run()
@@ -114,7 +114,7 @@ class FusedNode:
         return Operand(self.constants[number], is_single=True)
 
     def row_kernel(self, to_store: Sequence[int]) -> RowKernel:
-        """The kernel, which stores these values as soon as they are computed."""
+        """Build the kernel, which stores these values once computed."""
         instructions, outputs = list(self.instructions), []
         for value in to_store:
             held = self.held[value]
@@ -128,8 +128,8 @@ class FusedNode:
         return RowKernel(self.space, registers, num_floats, constants, tuple(outputs), tuple(instructions))
 
     def _allocate_registers(self, instructions: Sequence[Instruction]) -> tuple[tuple[int, ...], int]:
-        """Where each register begins, in floats, and how many floats they take. Registers that are not live at the same
-        time share memory."""
+        """The offset of each register, in floats, and their total size. Registers with disjoint lifetimes share
+        memory."""
         num_lanes: int = torch.ops.inflight.num_lanes()
         last_use: dict[int, int] = {}
         for place, each in enumerate(instructions):
@@ -164,7 +164,7 @@ class FusedNode:
 
 
 class _Fusing:
-    """A node that is being fused into a kernel."""
+    """A node being fused into a kernel."""
 
     def __init__(self, kernel: FusedNode, node: Node) -> None:
         self.kernel, self.node = kernel, node
@@ -255,7 +255,7 @@ class _Fusing:
             if len(found) != 1:
                 raise CannotFuseError
             places[dim] = found[0]
-        if len(places) != len(self.kernel.space):  # it is the row of one place, for all
+        if len(places) != len(self.kernel.space):  # one row, broadcast
             raise CannotFuseError
         return view.offset.fixed, places
 
@@ -373,12 +373,12 @@ Work: TypeAlias = Node | FusedNode
 def fuse(graph: Graph) -> tuple[list[Work], list[list[int]]]:
     """The nodes of a graph, some of them fused, and the values that each writes to memory.
 
-    A node joins the first kernel that can take it, among those after all that it reads, or starts one. So it may run
-    earlier than the model called it, never later. No node moves across an operator that mutates its arguments."""
+    A node joins the first kernel after its inputs that can take it, or starts one. So it may run earlier than in the
+    model, never later. No node moves across an operator that mutates its arguments."""
     work: list[Work] = []
     made_by: dict[int, int] = {}
     read_by: dict[int, set[int]] = {}
-    first = 0  # kernels before this cannot take more
+    first = 0  # earlier kernels are closed
     for node in graph.nodes:
         makers = [made_by[view.value] for view in node.inputs if view.value in made_by]
         place = _fused_into(node, work, max([first, *makers]))
@@ -400,7 +400,7 @@ def fuse(graph: Graph) -> tuple[list[Work], list[list[int]]]:
 
 
 def _fused_into(node: Node, work: list[Work], first: int) -> int | None:
-    """The place of the kernel that a node was fused into; None: it runs by itself."""
+    """The index of a node's kernel; None: it is not fused."""
     is_fusible = node.name in _EMITTERS and len(node.outputs) == 1 and len(node.outputs[0].sizes) > 0
     if node.mutates or not is_fusible:
         return None
@@ -415,7 +415,7 @@ def _fused_into(node: Node, work: list[Work], first: int) -> int | None:
 
 
 def last_uses(work: Sequence[Work], graph: Graph) -> list[list[int]]:
-    """For each piece of work, the values that are read for the last time there."""
+    """For each work item, the values last read there."""
     released: list[list[int]] = [[] for _ in work]
     seen = {*(view.value for view in graph.outputs), *graph.constants}
     for place in range(len(work) - 1, -1, -1):
@@ -426,7 +426,7 @@ def last_uses(work: Sequence[Work], graph: Graph) -> list[list[int]]:
 
 
 def _values(work: Work) -> set[int]:
-    """All values that it reads or makes."""
+    """All its inputs and outputs."""
     if isinstance(work, Node):
         return {view.value for view in (*work.inputs, *work.outputs)}
     return {each.rows.value for each in work.instructions if each.rows is not None} | set(work.held)

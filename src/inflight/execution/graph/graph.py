@@ -1,4 +1,4 @@
-"""`Graph`: a forward pass of any size, as nodes. Constants are folded, and nodes that nothing reads are gone."""
+"""`Graph`: a forward pass of symbolic size, as nodes, with constants folded and dead nodes removed."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ import torch
 from inflight.execution.graph.program import NUM_INPUTS, Size, View
 
 MAX_FOLDED_BYTES = 2**20
-"""The most memory of a constant that is computed from weights alone, and kept."""
+"""Most memory of a folded constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A call of an operator, with `View`s, `Size`s, tuples of these, and what never changes for arguments."""
+    """An operator call. Arguments are `View`s, `Size`s, constants, and tuples of these."""
 
     operator: torch._ops.OpOverload
     arguments: tuple[Any, ...]
@@ -33,7 +33,7 @@ class Node:
 
     @property
     def is_pure(self) -> bool:
-        """Whether it has no side effects. Some operators of ours write into the cache."""
+        """Whether it has no side effects. Some of our operators write into the cache."""
         return self.operator.namespace == "aten" and not self.mutates
 
     @property
@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A forward pass: its nodes, in order, and the values that exist before it runs, beside the inputs."""
+    """A forward pass: its nodes, in order, and its constants."""
 
     nodes: list[Node]
     constants: dict[int, torch.Tensor]

@@ -12,7 +12,7 @@ import torch
 
 
 class ValueKind(IntEnum):
-    """The type of an operator's argument. The last two are in no program: the kernels and torch exchange them."""
+    """The type of an operator's argument. The last two are not used in programs, only between kernels and torch."""
 
     NONE = 0
     INTEGER = 1
@@ -72,7 +72,7 @@ class Size:
 
     @property
     def is_fixed(self) -> bool:
-        """Whether it is the same in all steps."""
+        """Whether it is constant."""
         return self.per_token == self.per_logit_row == 0
 
 
@@ -97,7 +97,7 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Argument:
-    """An argument of an operator: its kind, and what that kind has. Integers and flags are sizes."""
+    """An operator's argument: its kind and value. Integers and flags are sizes."""
 
     kind: ValueKind
     sizes: tuple[Size, ...] = ()
@@ -108,7 +108,7 @@ class Argument:
 
 @dataclass(frozen=True, slots=True)
 class OperatorCall:
-    """A call of an operator of torch's or of ours. `outputs` are values."""
+    """A call of one of torch's or our operators. `outputs` are values."""
 
     name: str
     overload: str
@@ -201,7 +201,7 @@ class RowKernel:
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """What runs next, and the values that are not read afterwards."""
+    """A work item, and the values released after it."""
 
     work: OperatorCall | RowKernel | LinearCall
     released: tuple[int, ...]

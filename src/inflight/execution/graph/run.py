@@ -1,8 +1,8 @@
 """`CompiledGraph`: runs a program, and so a model's forward pass without Python.
 
-Operators run in the order in which the model called them, with the same arguments and kernels, except that small ones
-are fused into row kernels. The results have the same bits; `preparation/graph_proof.py` compares them. Not compiled are
-LongRoPE, models with hooks, experts in a model's own code, other devices and backends, and what cannot be traced.
+Operators run in the model's order, with the same arguments and kernels, except that small ones are fused into row
+kernels. The results have the same bits, as `preparation/graph_proof.py` checks. LongRoPE, models with hooks, experts in
+a model's own code, other devices and backends, and untraceable models are not compiled.
 """
 
 import torch
@@ -36,7 +36,7 @@ class CompiledGraph:
         run = torch.ops.inflight.new_program_run(*rows, self._handle)
         try:
             while torch.ops.inflight.advance_program_run(run, ITEMS_AT_ONCE):
-                pass  # here an interrupt comes through
+                pass  # interrupts are handled here
             outputs = torch.ops.inflight.outputs_of_program_run(run)
         finally:
             torch.ops.inflight.delete_program_run(run)

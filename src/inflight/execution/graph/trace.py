@@ -1,8 +1,8 @@
 """Traces a forward pass into a graph.
 
-The model runs three times: with data at two small sizes, and without data, as long as a step may be. Every size, stride
-and integer must be the same linear function of T and R in all three, and everything else equal. So no model is traced
-that branches on the length or on a value, or keeps a state.
+The model runs three times: with data at two small sizes, and without data at the largest step. Every size, stride and
+integer must be the same linear function of T and R in all three, and everything else equal. So models that branch on
+the length or on values, or keep state, are not traced.
 """
 
 import functools
@@ -29,7 +29,7 @@ UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
 
 
 class UntraceableError(Exception):
-    """A forward pass cannot be traced. The message is the reason, as words that follow "because"."""
+    """A forward pass cannot be traced. The message is the reason, in words after "because"."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +37,8 @@ class TracedTensor:
     """A tensor as a view of its memory.
 
     Attributes:
-        memory: the number of its storage, in the order in which storages appear.
-        strides: None for a oneDNN tensor, which has no elements in memory that others may read.
+        memory: the number of its storage, in order of appearance.
+        strides: None for a oneDNN tensor, whose memory is opaque.
         offset: of its first element, in elements.
     """
 
@@ -54,7 +54,7 @@ class TracedCall:
     """One call of an operator.
 
     Attributes:
-        arguments: all that its schema names, in that order, each tensor as a `TracedTensor`.
+        arguments: in the order of its schema, each tensor as a `TracedTensor`.
     """
 
     operator: torch._ops.OpOverload
@@ -63,18 +63,18 @@ class TracedCall:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The same number for all tensors of the same storage, as long as one of them is alive."""
+    """The id of a tensor's storage, valid while a tensor of it is alive."""
     return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Traces the operators that run inside.
+    """Traces the operators that run in its context.
 
     Args:
-        inputs: the tensors that differ in each forward pass. They have the first numbers.
+        inputs: the forward pass's input tensors, with the first numbers.
 
     Attributes:
-        tensors: one tensor of each memory, which keeps it from being used again.
+        tensors: one tensor of each memory, which keeps it alive.
         outputs: what the forward pass returned, set at its end.
     """
 
@@ -110,7 +110,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         given = [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
         if may_be_unrepeatable and not _is_repeatable(func, given):
             raise UntraceableError(f"it depends on the values of tensors ({func})")
-        arguments = tuple(map(self.traced, given))  # before the operator can write into them
+        arguments = tuple(map(self.traced, given))  # before the operator writes into them
         result = _run(func, args, kwargs, given)
         results = () if result is None else result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
@@ -120,14 +120,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def trace_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: int) -> Graph:
-    """Trace a forward pass. Its model runs a few times, on meaningless tokens.
+    """Trace a forward pass, running its model a few times on arbitrary tokens.
 
     Args:
         forward: takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64; T and R are at least 1.
         max_tokens: the most tokens of a step.
 
     Raises:
-        UntraceableError: it is not the same list of operators for every step.
+        UntraceableError: the operators vary between steps.
     """
     tracers = [_trace(forward, *sample) for sample in SAMPLES]
     longest = max(max_tokens, LEAST_LONG), LONG_LOGIT_ROWS
@@ -153,14 +153,14 @@ def _trace(forward: Callable[..., Sequence[torch.Tensor]], num_tokens: int, num_
 
 @functools.cache
 def _declared(operator: torch._ops.OpOverload) -> tuple[list[tuple[str, Any]], bool]:
-    """The names and defaults of an operator's arguments, and whether its tags say that it may be unrepeatable."""
+    """The names and defaults of an operator's arguments, and whether it has an `UNREPEATABLE` tag."""
     defaults = [(argument.name, argument.default_value) for argument in operator._schema.arguments]
     return defaults, any(tag in operator.tags for tag in UNREPEATABLE)
 
 
 def _run(operator: torch._ops.OpOverload, args: Any, kwargs: Any, given: Sequence[Any]) -> Any:
-    """Run an operator. Even without data, what depends on weights alone is computed: a model may have its own kind of
-    tensor there. The size of `bincount` is known if it is given the number of bins."""
+    """Run an operator. Even without data, results of weights alone are computed: a model may use tensor subclasses
+    there. The size of `bincount` is known if it gets the number of bins."""
     tensors = [each for each in given if isinstance(each, torch.Tensor)]
     if tensors and not any(isinstance(each, FakeTensor) for each in tensors):
         with unset_fake_temporarily():
@@ -171,9 +171,9 @@ def _run(operator: torch._ops.OpOverload, args: Any, kwargs: Any, given: Sequenc
 
 
 def _is_repeatable(operator: torch._ops.OpOverload, given: Sequence[Any]) -> bool:
-    """Whether a call of an operator with an `UNREPEATABLE` tag is repeatable all the same: dropout in evaluation;
-    indexing by numbers (with a mask, the result's size depends on the mask's values); `bincount` with a given number of
-    bins, as of the experts that tokens choose."""
+    """Whether a call of an operator with an `UNREPEATABLE` tag is still repeatable: dropout in evaluation; indexing by
+    integers (with a mask, the result's size depends on values); `bincount` with a given number of bins, as for routed
+    experts."""
     if operator == torch.ops.aten.dropout.default:
         return given[2] is False
     if operator == torch.ops.aten.bincount.default:
@@ -184,8 +184,7 @@ def _is_repeatable(operator: torch._ops.OpOverload, given: Sequence[Any]) -> boo
 
 
 def _as_graph(tracers: Sequence[Tracer], long_tracer: Tracer, longest: tuple[int, int]) -> Graph:
-    """The graph of which these are traces: with the `SAMPLES`, in this order, and with `longest` tokens and logit
-    rows."""
+    """The graph of these traces: with the `SAMPLES`, in this order, and with `longest` tokens and logit rows."""
     first, all_tracers = tracers[0], (*tracers, long_tracer)
     operators = [call.operator for call in first.calls]
     if any([call.operator for call in tracer.calls] != operators for tracer in all_tracers):
@@ -197,7 +196,7 @@ def _as_graph(tracers: Sequence[Tracer], long_tracer: Tracer, longest: tuple[int
     ]
     outputs = merge(tuple(tracer.outputs for tracer in all_tracers))
     made: set[int] = set()
-    read: set[int] = set()  # before any node made them
+    read: set[int] = set()  # before any node wrote them
     for node in nodes:
         read |= {view.value for view in node.inputs} - made
         made |= {view.value for view in node.outputs} - read
@@ -208,7 +207,7 @@ def _as_graph(tracers: Sequence[Tracer], long_tracer: Tracer, longest: tuple[int
     }
     for node in nodes:
         if any(view.value in constants or view.value < NUM_INPUTS for view in node.written):
-            raise UntraceableError(f"it writes into what it keeps ({node.name})")
+            raise UntraceableError(f"it mutates its state ({node.name})")
     return simplified(Graph(nodes, constants, outputs), first.tensors)
 
 
@@ -222,17 +221,17 @@ def _same_constant(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _Merger:
-    """Merges what an argument is in each trace, with the `SAMPLES` and with the longest step."""
+    """Merges an argument's values over the traces."""
 
     def __init__(self, longest: tuple[int, int]) -> None:
         self._longest = longest
         self._sizes: dict[tuple[int, ...], Size] = {}
         self._of_longest: dict[int, int] = {}
         """The sample's memory for each memory of the longest trace, which may have more: without data, a view of a
-        constant has a memory of its own."""
+        constant has its own memory."""
 
     def __call__(self, values: tuple[Any, ...]) -> Any:
-        """The argument. Raises `UntraceableError` if it depends on the length, and not as a `Size` does."""
+        """The merged argument. Raises `UntraceableError` if it depends on the length other than as a `Size`."""
         first = values[0]
         if any(type(value) is not type(first) for value in values):
             raise UntraceableError("an argument changes its type with the length")
@@ -259,8 +258,8 @@ class _Merger:
         return first
 
     def _strides(self, sizes: tuple[Size, ...], strides: tuple[Any, ...]) -> Any:
-        """A tensor's strides, or None. Of a dimension with one element, whose stride is never read, torch gives other
-        strides without data than with it."""
+        """A tensor's strides, or None. Strides of one-element dimensions are normalised: they are never read, and
+        torch's differ without data."""
         if None in strides:
             return self(strides)
         of_dimensions = zip(sizes, zip(*strides, strict=True), strict=True)

@@ -1,2 +1,2 @@
-"""Weights that are kept as whole numbers of a few bits, in groups that share a scale: what they are, and how the types
-of a GGUF file become some. Which kernel multiplies with them is decided in `weights`."""
+"""Grouped weights: integers of a few bits, in groups that share a scale; and their conversion from GGUF's types.
+`weights` chooses the kernel."""

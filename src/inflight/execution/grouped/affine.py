@@ -1,19 +1,18 @@
-"""Numbers with a scale, and often a zero point, for each group of inputs: what GPTQ, AWQ and compressed-tensors store,
-each in a packing of its own."""
+"""Integers with a scale, and often a zero point, per group of inputs, as in GPTQ, AWQ and compressed-tensors, which
+differ in packing."""
 
 import torch
 
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, Groups
 
 WIDTHS = (4, 5, 8)
-"""Bits of a number that there are kernels for; narrower numbers take the next ones."""
+"""Supported bits; narrower numbers are widened."""
 BYTE = 8
 """Bits."""
 
 
 def unpacked(packed: torch.Tensor, bits: int) -> torch.Tensor:
-    """Numbers `[…, n * 8 / bits]` uint8 out of bytes `[…, n]`, in which they lie one after the other, the first in the
-    lowest bits."""
+    """Unpack numbers `[…, n * 8 / bits]` uint8 from bytes `[…, n]`, consecutive, the first in the lowest bits."""
     if bits == BYTE:
         return packed
     if BYTE % bits == 0:
@@ -38,14 +37,14 @@ def in_groups(
     group: int,
     group_of: torch.Tensor | None = None,
 ) -> Groups | torch.Tensor:
-    """A weight `(number - zero) * scale`, or its values `[out, in]` float32 where no kernel reads such groups.
+    """A weight `(number - zero) * scale`, or its values `[out, in]` float32 where no kernel supports such groups.
 
     Args:
         numbers: `[out, in]` uint8 below `2**bits`.
         scales: `[out, groups]`.
         zeros: `[out, groups]`, or one for all.
         group: inputs that share a scale.
-        group_of: `[in]` int64, which group each input is in; None: neighbours are.
+        group_of: `[in]` int64, the group of each input; None: consecutive.
 
     Raises `ValueError` if these do not fit each other.
     """

@@ -1,4 +1,4 @@
-"""The types of GGUF's quantised tensors that can be kept as they are, and how they lie in panels.
+"""Supported types of GGUF's quantized tensors, and their layouts in panels.
 
 A row of a tensor is a row of blocks; a block has 32 or 256 neighbouring inputs (`kernels/gguf_blocks.cpp`).
 """
@@ -29,12 +29,12 @@ HALF_POWERS = (-24, 15)
 
 
 def packed_blocks(kind: str, blocks: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
-    """A matrix `[out, in]` in panels, and how they lie.
+    """A matrix `[out, in]` in panels, with its layout.
 
     Args:
         kind: of `LAYOUTS`.
         blocks: `[n, in / block, bytes]` uint8 each.
-        rows: `[tensors, out]` int64, the number of each row of the matrix in each tensor, from 1 on, or 0.
+        rows: `[tensors, out]` int64, the index of each row of the matrix in each tensor, from 1, or 0.
 
     Raises:
         RuntimeError: some scales are not finite.

@@ -1,4 +1,4 @@
-"""Rounds weights to a few bits in groups."""
+"""Quantizes weights in groups."""
 
 from dataclasses import dataclass
 
@@ -8,18 +8,18 @@ from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeigh
 from inflight.execution.kernels import PANEL_OUTPUTS
 
 ROWS_AT_ONCE = 8192
-"""Rows of a weight that are rounded at a time, so that a large head never exists as a whole in float32."""
+"""Rows quantized at a time, so that a large head never exists in float32 as a whole."""
 LARGEST = 127
 """Of eight bits."""
 MIDDLE_OF_EIGHT, MIDDLE_OF_FOUR = 128, 8
-"""What stands for 0."""
+"""The code of 0."""
 OUTPUTS_OF_QUADS = 16
 """Outputs of a panel whose numbers lie side by side (`kernels/grouped.h`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """What weights are rounded to.
+    """A quantization of weights.
 
     Attributes:
         bits: 4, or 8 with one scale for each output.
@@ -33,12 +33,12 @@ class Rounding:
 
     @property
     def kind(self) -> str:
-        """What such weights are called."""
+        """The name of such weights."""
         return f"int{self.bits}"
 
     def rounded(self, weight: torch.Tensor, dtype: torch.dtype) -> GroupedWeight:
-        """A weight `[out, in]` or `[experts, out, in]`, float32, bfloat16 or float16, as one that is `dtype` to those
-        who use it."""
+        """Quantize a weight `[out, in]` or `[experts, out, in]`, float32, bfloat16 or float16; the result has the
+        nominal `dtype`."""
         matrices = [weight] if weight.dim() == 2 else list(weight)
         if self.bits == 8:
             groups = [_eight_bits(each) for each in matrices]

@@ -1,8 +1,7 @@
-"""`GroupedWeight`: a weight that is kept as whole numbers of a few bits, in groups of inputs that share a scale.
+"""`GroupedWeight`: a weight of integers of a few bits, in groups of inputs that share a scale.
 
-To a model it is a parameter like any other: whatever is done with it, is done with the values that it stands for, which
-is the definition that our kernels are held to. `prepack_linears` finds such parameters and lets a kernel multiply with
-the numbers as they are.
+To a model it is an ordinary parameter: operations use its dequantized values, the definition for our kernels.
+`prepack_linears` finds such parameters and lets a kernel multiply with the numbers directly.
 """
 
 from collections import Counter
@@ -24,31 +23,30 @@ from inflight.execution.plain_linear import plain_linear
 CHUNK = 32
 """Inputs that are multiplied at a time."""
 BYTES_AT_ONCE = 2**22
-"""What a weight's values take at most while something is multiplied with them: memory that is used again and again,
-instead of taken from the system each time."""
+"""Most bytes of dequantized values during a product, in reused memory."""
 TABLES = {
     "e2m1": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
     "nonlinear": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
 }
-"""What numbers of four bits stand for where they are looked up: "e2m1", the floats of MXFP4, twice each, around 12;
-"nonlinear", the values of GGUF's `IQ4_NL`, around 128."""
+"""Lookup tables of four-bit numbers: "e2m1", the floats of MXFP4, doubled, around 12; "nonlinear", the values of GGUF's
+`IQ4_NL`, around 128."""
 CODES = ("whole", "e4m3", "e2m1", "nonlinear")
-"""What numbers can stand for: for themselves; for floats of eight bits (`float8_e4m3fn`); for entries of `TABLES`."""
+"""Interpretations of numbers: integers; 8-bit floats (`float8_e4m3fn`); entries of `TABLES`."""
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True, slots=True)
 class GroupedLayout:
-    """How numbers and scales lie: `kernels/grouped.h`.
+    """The layout of numbers and scales: `kernels/grouped.h`.
 
     Attributes:
         bits: of a number.
         coarse: inputs that share a coarse scale, a multiple of `CHUNK`.
-        fine: fine scales, whole numbers, of each `CHUNK` inputs: 0, 1 or 2.
+        fine: fine scales, integers, of each `CHUNK` inputs: 0, 1 or 2.
         has_minima: whether a minimum is subtracted, too.
-        middle: what is subtracted from what a number stands for.
+        middle: subtracted from a number's value.
         has_wide_scales: whether coarse scales and minima are float32 instead of float16.
-        code: what a number stands for, one of `CODES`.
+        code: the interpretation of a number, one of `CODES`.
     """
 
     bits: int
@@ -61,7 +59,7 @@ class GroupedLayout:
 
     @property
     def has_integers(self) -> bool:
-        """Whether its numbers can be multiplied with whole numbers."""
+        """Whether its numbers can be multiplied with integers."""
         return self.code != "e4m3"
 
     @property
@@ -83,7 +81,7 @@ class Groups:
         fine: `[out, in / 32 * layout.fine]` int8.
         coarse_minima: `[out, runs]`, like `coarse`.
         fine_minima: `[out, in / 32]` int8.
-        order: `[in]` int64, which input each column is; None: they lie in order.
+        order: `[in]` int64, the input of each column; None: in order.
     """
 
     layout: GroupedLayout
@@ -110,7 +108,7 @@ class Groups:
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _decoded(self) -> torch.Tensor:
-        """What the numbers stand for, `[out, in]` float32."""
+        """The values of the numbers, `[out, in]` float32."""
         if self.layout.code == "e4m3":
             return self.numbers.view(torch.float8_e4m3fn).float()
         if self.layout.code in TABLES:
@@ -140,7 +138,7 @@ def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: in
 
 @dataclass(frozen=True, slots=True)
 class PackedMatrix:
-    """A weight `[out, in]` as it lies in memory.
+    """A weight `[out, in]` in memory.
 
     Attributes:
         panels: `[out / 32, bytes]` uint8, in the layout of `kernels/grouped.h`.
@@ -187,11 +185,10 @@ class GroupedRows:
 
 
 class GroupedWeight(torch.Tensor):
-    """A weight `[out, in]`, or one `[experts, out, in]` for each expert, float32 or bfloat16 to those who use it; or
-    the transposed one.
+    """A weight `[out, in]`, or `[experts, out, in]`, of nominal dtype float32 or bfloat16; perhaps transposed.
 
     Attributes:
-        kind: what the numbers are called in the format that they come from, such as "Q4_K".
+        kind: the name of the original format, such as "Q4_K".
         matrices: one, or one for each expert.
         is_transposed: whether the last two dimensions are swapped.
     """
@@ -227,7 +224,7 @@ class GroupedWeight(torch.Tensor):
     def from_groups(
         cls, kind: str, matrices: Sequence[Groups], dtype: torch.dtype, *, is_stacked: bool
     ) -> "GroupedWeight":
-        """From the groups of one matrix, or of one for each expert, all of the same sizes."""
+        """Make a weight from the groups of one matrix, or of one per expert, all of the same sizes."""
         packed = [each.packed() for each in matrices]
         shape = matrices[0].numbers.shape
         return cls(kind, matrices[0].layout, packed, (len(packed), *shape) if is_stacked else shape, dtype)
@@ -244,7 +241,7 @@ class GroupedWeight(torch.Tensor):
         return sum(each.panels.nbytes for each in self.matrices)
 
     def values(self) -> torch.Tensor:
-        """The weight as an ordinary tensor."""
+        """The dequantized weight."""
         words, sizes = self.grouping.words, self.matrix_shape
         matrices = [
             each.in_order(torch.ops.inflight.grouped_values(words, each.panels, *sizes, self.dtype))
@@ -269,14 +266,14 @@ class GroupedWeight(torch.Tensor):
         return GroupedWeight(self.kind, self.grouping, **{**before, **changes})
 
     def is_like(self, other: object) -> bool:
-        """Whether another weight differs in nothing but its numbers, and the rows of its matrices."""
+        """Whether another weight has the same format, except for the number of rows."""
         return isinstance(other, GroupedWeight) and (
             (self.kind, self.grouping, self.dtype, self.matrix_shape[1], self.shape[:-2], self.is_transposed)
             == (other.kind, other.grouping, other.dtype, other.matrix_shape[1], other.shape[:-2], other.is_transposed)
         )
 
     def joins(self, other: object) -> bool:
-        """Whether the matrices of another weight can lie below those of this one, in the same panels."""
+        """Whether another weight's matrices can be appended to this one's rows, in the same panels."""
         return (
             isinstance(other, GroupedWeight)
             and self.is_like(other)
@@ -291,7 +288,7 @@ class GroupedWeight(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, function: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """What does not look at single elements keeps the numbers as they are; everything else sees the values."""
+        """Operators that do not read single elements keep the numbers; all others get the values."""
         kwargs = kwargs or {}
         kept = KEPT.get(function)
         result = kept(*args, **kwargs) if kept else None
@@ -308,7 +305,7 @@ _watchers: list[Counter[str]] = []
 
 @contextmanager
 def watch_expansions() -> Iterator[Counter[str]]:
-    """Counts, by kind, the weights in groups that are read as ordinary tensors inside."""
+    """A context that counts, by kind, grouped weights that are dequantized."""
     seen: Counter[str] = Counter()
     _watchers.append(seen)
     try:
@@ -390,7 +387,7 @@ def _joined(weights: Sequence[Any], dim: int = 0) -> GroupedWeight | None:
 
 
 def _split(weight: GroupedWeight, size: int, dim: int = 0) -> list[GroupedWeight] | None:
-    """`torch.split`, where whole panels, or whole groups of inputs, come into each part."""
+    """`torch.split` into whole panels, or whole groups of inputs."""
     sizes, kept = list(weight.matrix_shape), weight.dim() - 1 - dim % weight.dim()
     is_inputs = (kept == 0) is not weight.is_transposed
     step = weight.grouping.coarse if is_inputs else PANEL_OUTPUTS
@@ -417,7 +414,7 @@ def _some_panels(panels: torch.Tensor, first: int, number: int, of: int, step: i
 
 
 def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All panels as one tensor; where they are neighbours in memory already, nothing is copied."""
+    """All panels as one tensor, without a copy if already adjacent."""
     first = panels[0]
     sizes = [each.numel() for each in panels]
     starts = [first.data_ptr() + sum(sizes[:number]) for number in range(len(panels))]
@@ -428,7 +425,7 @@ def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`functional.linear`, for some rows of the weight after the other."""
+    """`functional.linear`, in pieces of the weight's rows."""
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
     if _in_place.get():
@@ -449,8 +446,8 @@ _in_place: ContextVar[bool] = ContextVar("multiplied_in_place", default=False)
 
 @contextmanager
 def multiplied_in_place() -> Iterator[None]:
-    """Inside, our kernel multiplies with the numbers as they are, in exact arithmetic. That takes a fraction of the
-    time, and rounds sums in its own way: for a look at how a model runs, not at what it gives."""
+    """A context in which our kernel multiplies with the numbers, in exact arithmetic. It takes a fraction of the time,
+    but rounds sums differently: for observing a run, not its results."""
     token = _in_place.set(True)
     try:
         yield

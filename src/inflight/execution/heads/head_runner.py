@@ -1,8 +1,8 @@
 """`HeadRunner`: runs a model's MTP layer as a draft model.
 
 The layer's row for a token continues from the hidden state of the token before it, so a sequence begins there with its
-second token, and every place in its cache is that of a hidden state. What the layer itself gives is the hidden state
-for drafting further; the model's own takes its place as soon as the model has computed the token.
+second token, and places in its cache are those of hidden states. To draft further, the layer continues from its own
+hidden state, which the model's replaces once the model has computed the token.
 """
 
 from collections.abc import Sequence
@@ -31,11 +31,11 @@ from inflight.execution.weights.linears import prepack_linears
 
 
 class HeadRunner:
-    """The MTP layer of a model's checkpoint, with a cache of its own.
+    """The MTP layer of a model's checkpoint, with its own cache.
 
     Args:
-        runner: of the model, before it has run anything; it keeps its hidden states from now on.
-        group: its cache group in whose blocks they lie.
+        runner: the model's, which has not run yet; it starts keeping its hidden states.
+        group: the cache group whose block numbers they use.
         num_blocks: of the layer's cache.
 
     Raises:
@@ -54,7 +54,7 @@ class HeadRunner:
 
     @torch.inference_mode()
     def run(self, plan: StepPlan) -> StepTokens:
-        """Run one step: of a sequence's tokens all but its first."""
+        """Run one step, without each sequence's first token."""
         for assignment in plan.assignments:
             self._sampler.assign(assignment)
         spans = [_shifted(span) for span in plan.spans]
@@ -90,7 +90,7 @@ class HeadRunner:
 
 
 def _shifted(span: Span) -> Span:
-    """A span as the layer's: places are one lower, and the sequence's first token is left out."""
+    """The layer's span: positions are one lower, and the sequence's first token is left out."""
     token_ids: Sequence[int] = span.token_ids if span.start else span.token_ids[1:]
     num_logit_rows = min(span.num_logit_rows, len(token_ids))
     start, length = max(span.start - 1, 0), span.sequence_length - 1

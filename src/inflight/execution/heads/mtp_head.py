@@ -1,8 +1,7 @@
-"""`MtpHead`: the layer for multi-token prediction (MTP) that some checkpoints carry beyond their last one.
+"""`MtpHead`: the multi-token prediction (MTP) layer of some checkpoints.
 
-From a token and the model's last hidden state of the token before it, such a layer says what comes after that token
-(DeepSeek-AI, DeepSeek-V3 Technical Report, 2024, section 2.2). `transformers` loads it; the embedding and the head are
-the model's.
+From a token and the model's last hidden state of the previous token, it predicts the next token (DeepSeek-AI,
+DeepSeek-V3 Technical Report, 2024, section 2.2). `transformers` loads it; it uses the model's embedding and head.
 """
 
 from typing import Any
@@ -17,11 +16,11 @@ from inflight.execution.hf.source import first_line
 
 
 class MtpHead(PreTrainedModel):
-    """A checkpoint's first MTP layer as a model of one layer. Its positions are those of the hidden states.
+    """A checkpoint's first MTP layer as a one-layer model. Its positions are those of the hidden states.
 
     Attributes:
-        states: the hidden states `[T, H]` from which the next forward pass over T tokens continues; after it, those
-            that the layer gave. More tokens than states are padding.
+        states: the hidden states `[T, H]` from which the next forward pass over T tokens continues; afterwards the
+            layer's own. Tokens beyond the states are padding.
     """
 
     _supports_attention_backend = True
@@ -69,8 +68,8 @@ def load_mtp_head(model: PreTrainedModel) -> MtpHead:
 
 
 def _name_the_layer(model: PreTrainedModel, config: PreTrainedConfig) -> None:
-    """Say in the configuration, which is ours alone, what the first MTP layer is, and where it lies. Some classes name
-    the layers of one published size only, and some do not know that they have one."""
+    """Describe the first MTP layer in our copy of the configuration. Some classes name the layers of one published size
+    only, and some do not know that they have one."""
     config.num_mtp_layers = 1
     for kinds, of_mtp in (("layer_types", "mtp_layer_types"), ("mlp_layer_types", "mtp_mlp_layer_types")):
         if getattr(config, kinds, None) is not None and getattr(config, of_mtp, None) is None:

@@ -1,1 +1,1 @@
-"""The seams into `transformers`: loading, the attention hook, caches in its form, LongRoPE, how a model is called."""
+"""Integration with `transformers`: loading, the attention hook, caches, LongRoPE, and model calls."""

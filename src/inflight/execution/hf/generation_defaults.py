@@ -1,5 +1,4 @@
-"""What a checkpoint's `generation_config` asks for: default sampling parameters, EOS tokens, and what is not done
-here."""
+"""Reads a checkpoint's `generation_config`: default sampling parameters, EOS tokens, and unsupported settings."""
 
 from transformers import GenerationConfig
 
@@ -16,7 +15,7 @@ NOT_HONOURED = {
 
 
 def default_sampling_params(generation_config: GenerationConfig) -> SamplingParams:
-    """What it asks for, else `SamplingParams()`."""
+    """Its sampling parameters, else `SamplingParams()`."""
     asked = generation_config.to_diff_dict()
     defaults = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked.get(name) is not None}
     if asked.get("do_sample") is False:
@@ -27,16 +26,16 @@ def default_sampling_params(generation_config: GenerationConfig) -> SamplingPara
 
 
 def eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
-    """All token ids that end a sequence in `model.generate`, except those outside the vocabulary: they never come."""
+    """All token ids that end a sequence in `model.generate`, without those outside the vocabulary."""
     ids = generation_config.eos_token_id
     ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
 def not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
-    """Notes on what it asks `model.generate` to do and this engine does not."""
+    """Notes on settings that this engine ignores."""
     asked = generation_config.to_diff_dict()
     return tuple(
-        f"generation_config asks for {name}={asked[name]!r}, which is not done"
+        f"generation_config has {name}={asked[name]!r}, which is not supported"
         for name in sorted(NOT_HONOURED & asked.keys())
     )

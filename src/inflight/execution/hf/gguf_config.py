@@ -1,4 +1,4 @@
-"""A GGUF file's metadata become a configuration, by `transformers`' mapping."""
+"""Converts a GGUF file's metadata to a configuration, by `transformers`' mapping."""
 
 import mmap
 import struct
@@ -12,25 +12,25 @@ from inflight.contracts.errors import ModelError
 from inflight.gguf.header import MAGIC, Counted, GgufHeader
 
 UINT32 = 4
-"""What metadata of this type are called."""
+"""The name of metadata of this type."""
 OVERLOOKED = {
     "context_length": "max_position_embeddings",
     "attention.key_length": "head_dim",
     "expert_feed_forward_length": "moe_intermediate_size",
 }
-"""Keys of metadata, and what a configuration calls them if it has them."""
+"""Metadata keys, and their names in configurations that have them."""
 SCALING = ("type", "factor", "original_context_length")
 GEMMA_27B = (("gemma2", 46), ("gemma3", 62))
-"""The layers of the models of these families that scale scores by the width of a head, which llama.cpp, too, knows only
+"""Numbers of layers of the models of these families that scale scores by the head size; llama.cpp also identifies them
 by this number."""
 ROOM = 2**16
 """Bytes behind a header, where its tensors would lie."""
 
 
 def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
-    """The configuration that `transformers` makes of a file's metadata. Raises `ModelError` if it cannot.
+    """The configuration that `transformers` makes from a file's metadata. Raises `ModelError` on failure.
 
-    It is given a copy of the header without the vocabulary, of which it would read each word in 10 µs.
+    It reads a copy of the header without the vocabulary, which would take 10 µs per word.
     """
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{str(header.path)!r} holds no language model: it has no token_embd.weight")
@@ -54,11 +54,11 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
 
 
 def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:
-    """Set what `transformers` overlooks in some architectures' metadata."""
+    """Set values that `transformers` overlooks in some architectures' metadata."""
     config.vocab_size = header.tensors["token_embd.weight"].shape[0]
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         if (getattr(config, name, None) or 0) >= config.vocab_size:
-            setattr(config, name, None)  # a role that no token has: torch refuses to pad with it
+            setattr(config, name, None)  # an unassigned role: torch refuses to pad with it
     for key, name in OVERLOOKED.items():
         value = header.metadata.get(f"{header.architecture}.{key}")
         is_computed = isinstance(getattr(type(config), name, None), property)

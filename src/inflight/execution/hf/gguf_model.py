@@ -1,7 +1,7 @@
-"""A GGUF file becomes a `transformers` model whose large weights stay as they are in the file.
+"""Loads a GGUF file as a `transformers` model whose large weights keep the file's quantization.
 
-Which architecture, which configuration, and which tensor goes where: that is `transformers`' mapping. It is made to
-move whole tensors of floats; here it moves the numbers of their rows instead, and the rows follow.
+`transformers` maps architecture, configuration and tensors. Its mapping moves float tensors; here it moves row indices
+instead, by which the quantized rows are then gathered.
 """
 
 import mmap
@@ -27,12 +27,12 @@ from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_SIZES = {name: (elements, num_bytes) for name, elements, num_bytes in BLOCKS.values()}
 ROPE_FACTORS = "rope_freqs.weight"
-"""What the frequencies of rotary embedding are divided by (Llama 3.1 and later)."""
+"""The divisors of rotary frequencies (Llama 3.1 and later)."""
 
 
 def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model, with its large weights as `GroupedWeight`s; its `inflight_notes` say what is not as in the file.
-    Raises `ModelError` if the file does not have all weights."""
+    """The model, with its large weights as `GroupedWeight`s; its `inflight_notes` list converted weights. Raises
+    `ModelError` if weights are missing."""
     loader = _Loader(header, config, dtype)
     state = loader.state()
     model = model_of_state(config, state, dtype, repr(str(header.path)))
@@ -56,7 +56,7 @@ class _Names:
 
 
 class _Touched(dict[str, torch.Tensor]):
-    """Parameters to which `transformers` adds parts; remembers which it has read or written."""
+    """Parameters assembled by `transformers`; records reads and writes."""
 
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
         super().__init__(given)
@@ -72,7 +72,7 @@ class _Touched(dict[str, torch.Tensor]):
 
 
 class _Loader:
-    """Moves the tensors of one file to where the model has them."""
+    """Maps the tensors of one file to the model's parameters."""
 
     def __init__(self, header: GgufHeader, config: PreTrainedConfig, dtype: torch.dtype) -> None:
         self._header = header
@@ -93,7 +93,7 @@ class _Loader:
         if not self._shapes.keys() <= set(self._names.values()):
             self._names = get_gguf_hf_weights_map(_Names(self._model), self._processor)
         self._merged: Mapping[str, torch.Tensor] = {}
-        """Parameters of which several tensors give a part, in floats; `transformers` fills them."""
+        """Float parameters assembled from several tensors by `transformers`."""
         self._widened: Counter[str] = Counter()
         self.notes: list[str] = []
 
@@ -125,7 +125,7 @@ class _Loader:
         return state
 
     def divide_frequencies(self, model: PreTrainedModel) -> None:
-        """Let the model's rotary embedding turn as the file says."""
+        """Apply the file's rotary frequencies."""
         entry = self._header.tensors.get(ROPE_FACTORS)
         if entry is None:
             return
@@ -137,8 +137,8 @@ class _Loader:
             buffer.div_(factors)
 
     def _moved(self, entry: TensorEntry) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor under the model's names: its values, or, of one in blocks, the numbers of its rows from 1 on, int64,
-        with a last dimension of 1. Rows of other tensors have the number 0."""
+        """A tensor under the model's names: its values, or, for one in blocks, its row numbers from 1, int64, with a
+        last dimension of 1. Rows of other tensors are 0."""
         in_blocks = entry.kind not in FLOATS
         if in_blocks:
             rows = entry.num_elements // entry.shape[-1]
@@ -158,7 +158,7 @@ class _Loader:
             yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
 
     def _gathered(self, name: str, parts: list[tuple[TensorEntry, torch.Tensor]]) -> torch.Tensor:
-        """A weight whose rows lie in one or several tensors in blocks."""
+        """A weight with rows in one or several block tensors."""
         entries, orders = zip(*parts, strict=True)
         shape = orders[0].shape
         if name not in self._shapes or any(order.shape != shape for order in orders):
@@ -183,8 +183,8 @@ class _Loader:
         return weight.mT if is_transposed else weight
 
     def _packed(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
-        """A matrix in panels, and how they lie; `rows` `[tensors, out]` has the numbers of its rows in each tensor,
-        from 1 on, or 0."""
+        """A matrix in panels, with its layout; `rows` `[tensors, out]` has its row numbers in each tensor, from 1, or
+        0."""
         blocks = [self._bytes(each).view(-1, *_block_shape(each)) for each in entries]
         try:
             return packed_blocks(entries[0].kind, blocks, rows.contiguous())
@@ -211,7 +211,7 @@ class _Loader:
         return self._contents[entry.path][entry.start : entry.start + entry.nbytes]
 
     def _release(self, entry: TensorEntry) -> None:
-        """Let the pages of a tensor's file go, except those that it shares with its neighbours."""
+        """Release the pages of a tensor's file, except those shared with neighbours."""
         page = mmap.PAGESIZE
         first, last = -(-entry.start // page) * page, (entry.start + entry.nbytes) // page * page
         if first < last and hasattr(mmap, "MADV_DONTNEED"):
@@ -230,7 +230,7 @@ def _flat(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def _dequantised(blocks: torch.Tensor, entry: TensorEntry) -> torch.Tensor:
-    """A weight `[out, in]` float32, by the `gguf` package. Raises `ModelError` if it does not know the type."""
+    """Dequantize a weight `[out, in]` to float32 with the `gguf` package. Raises `ModelError` for an unknown type."""
     import gguf
 
     try:

@@ -1,9 +1,8 @@
-"""The hook into `transformers`: our attention function, and how it finds the handler of a call.
+"""The hook into `transformers`: our attention function, and its dispatch to a handler.
 
-At every call, `transformers` looks its attention function up by the name in the model's configuration. Ours is called
-"inflight" and passes each call to the handler of the running forward pass. A context variable holds that handler, so
-engines in different threads never meet. (A keyword argument to the model would be simpler, but some models do not pass
-these on.)
+At every call, `transformers` looks up the attention function named in the model's configuration. Ours, "inflight",
+passes each call to the handler of the running forward pass, held in a context variable, so engines in different threads
+do not interfere. (A keyword argument to the model would be simpler, but some models do not forward these.)
 """
 
 from collections.abc import Callable, Iterator
@@ -35,7 +34,7 @@ def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
     return sinks if isinstance(sinks, Tensor) else None
 
 
-# No mask function has this name, so models make no mask. They need none: the handler knows who may see what.
+# No mask function has this name, so models make no mask. They need none: the handler masks.
 AttentionInterface.register("inflight", _attention)
 
 
@@ -46,13 +45,13 @@ def attention_in_use(model: PreTrainedModel) -> dict[int, str | None]:
 
 
 def restore_attention(model: PreTrainedModel, in_use: dict[int, str | None]) -> None:
-    """Give a model the attention implementations back that `attention_in_use` found."""
+    """Restore a model's attention implementations, as found by `attention_in_use`."""
     for config in _configurations(model):
         config._attn_implementation_internal = in_use[id(config)]
 
 
 def use_attention(model: PreTrainedModel, name: str) -> None:
-    """Let a model that is ours alone run with the attention implementation of this name from now on."""
+    """Set the attention implementation of a model that is exclusively ours."""
     for config in _configurations(model):
         config._attn_implementation_internal = name
 
@@ -67,7 +66,7 @@ def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
 
 @contextmanager
 def attend_with(handler: AttentionHandler) -> Iterator[None]:
-    """Inside, the attention calls of models in this thread go to `handler`."""
+    """A context in which attention calls of models in this thread go to `handler`."""
     token = _handler.set(handler)
     try:
         yield

@@ -1,5 +1,5 @@
-"""Loading: a hub id, a folder, a GGUF file or a loaded model becomes a `transformers` model of our own on its
-device."""
+"""Loading: makes our own `transformers` model, on its device, from a hub id, a folder, a GGUF file or a loaded
+model."""
 
 import copy
 import gc
@@ -29,8 +29,8 @@ CACHE_SHARE_OF_GPU = 0.9
 """Shares of a GPU's free memory, and of a host's memory, that the cache takes by default."""
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ONE_AT_A_TIME = threading.Lock()
-"""Held while `transformers` makes a model. It changes torch's default dtype meanwhile, for all threads, and two threads
-that do so at once would restore each other's."""
+"""Held while `transformers` makes a model: it changes torch's default dtype for all threads meanwhile, and two threads
+would restore each other's."""
 ModelSource: TypeAlias = str | os.PathLike[str] | PreTrainedModel
 
 
@@ -43,16 +43,16 @@ def load_model(
     auto_class: type[Any] = AutoModelForCausalLM,
     spare: Sequence[str] = (),
 ) -> PreTrainedModel:
-    """The model of `source`, in evaluation mode, on the device and in the dtype that `config` asks for.
+    """Load `source`, in evaluation mode, on the configured device, in the configured dtype.
 
     Args:
-        model_config: of `read_config`, if the caller has it; it becomes the model's.
-        in_own_dtype: whether a checkpoint's weights keep its dtype, and stay in its files until they are used.
+        model_config: from `read_config`, if the caller has it; it becomes the model's.
+        in_own_dtype: whether a checkpoint's weights keep its dtype, and stay mapped.
         auto_class: of `transformers`, which finds the model's class.
-        spare: beginnings of the names of weights that are not used, so that a checkpoint may lack them.
+        spare: name prefixes of unused weights, which a checkpoint may lack.
 
-    A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model stays as it is. Raises
-    `ModelError` if the model cannot be loaded completely: missing weights are never made up.
+    A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model is unchanged. Raises
+    `ModelError` if the model cannot be loaded completely: missing weights are never initialised.
     """
     if isinstance(source, PreTrainedModel):
         return _own_copy(source, config)
@@ -88,8 +88,7 @@ def load_model(
 
 
 def resolve_device(device: str) -> torch.device:
-    """The torch device of this name; "auto" is CUDA, else MPS, else the CPU. Raises `ModelError` if it does not
-    exist."""
+    """The torch device of this name; "auto": CUDA, else MPS, else the CPU. Raises `ModelError` if it does not exist."""
     if device == "auto":
         if torch.cuda.is_available():
             return torch.device("cuda", torch.cuda.current_device())
@@ -105,8 +104,8 @@ def resolve_device(device: str) -> torch.device:
 
 
 def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.device) -> torch.dtype:
-    """The dtype of this name; "auto" is the checkpoint's own, but on a CPU 16 bits become bfloat16 where that is fast,
-    else float32."""
+    """The dtype of this name; "auto": the checkpoint's, but on a CPU 16 bits become bfloat16 where that is fast, else
+    float32."""
     if dtype != "auto":
         chosen: torch.dtype = getattr(torch, dtype)
         check_dtype(chosen, device)
@@ -118,7 +117,7 @@ def resolve_dtype(dtype: str, model_config: PreTrainedConfig, device: torch.devi
 
 
 def dtype_of_checkpoint(model_config: PreTrainedConfig) -> torch.dtype:
-    """The dtype that a checkpoint was made to run in, as its configuration says; float32 if it says nothing."""
+    """A checkpoint's dtype by its configuration; float32 if unset."""
     own = getattr(model_config.get_text_config(), "dtype", None) or getattr(model_config, "dtype", None)
     return getattr(torch, own) if isinstance(own, str) else own or torch.float32
 
@@ -146,17 +145,17 @@ def available_cache_memory(device: torch.device) -> int:
 
 
 def own_tensors(model: PreTrainedModel, max_bytes: int | None = None) -> None:
-    """Copy the parameters and buffers of `model`, which is ours alone, so that nothing that happens to a checkpoint's
-    file, or to a caller's model, changes them.
+    """Copy the parameters and buffers of `model`, which is exclusively ours, so that changes of a checkpoint's file, or
+    of a caller's model, do not affect them.
 
     Args:
-        max_bytes: larger ones stay where they are; None: all are copied.
+        max_bytes: larger ones are not copied; None: all are copied.
     """
     copies: dict[int, torch.Tensor] = {}
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
         if type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
-            return tensor  # it has its own memory, or knows how to read it
+            return tensor  # it owns its memory, or knows how to read it
         if max_bytes is not None and tensor.numel() * tensor.element_size() > max_bytes:
             return tensor
         if id(tensor) not in copies:
@@ -172,10 +171,10 @@ def own_tensors(model: PreTrainedModel, max_bytes: int | None = None) -> None:
 
 
 def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
-    """A copy with its own modules, buffers and configuration, so that nothing done to it touches the caller's model.
+    """A copy with its own modules, buffers and configuration, independent of the caller's model.
 
-    It shares the caller's parameters, unless another dtype or device is asked for. As in `from_pretrained`, a change of
-    dtype leaves buffers (rotary frequencies) and modules that the class keeps in float32 as they are."""
+    It shares the caller's parameters, unless the dtype or device changes. As in `from_pretrained`, buffers (rotary
+    frequencies) and modules that the class keeps in float32 keep their dtype."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices or len(getattr(model, "hf_device_map", None) or {}) > 1:
         raise ModelError(f"the model given is spread over {', '.join(sorted(devices))}; inflight runs it on one device")
@@ -205,13 +204,13 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
 
 
 def writes_to_its_weights(model: PreTrainedModel) -> bool:
-    """Whether a model's forward pass changes its own weights: RWKV's divides some, in place, when it first runs."""
+    """Whether a model's forward pass mutates its weights: RWKV's divides some, in place, on its first run."""
     return bool(getattr(model.config.get_text_config(), "rescale_every", 0))
 
 
 def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
-    """The same function about the copy. (`model.forward = timed(model.forward)` leaves a function in the model that
-    holds the caller's own model, and `deepcopy` takes functions as they are.)
+    """Rebind a function to the copy. (`model.forward = timed(model.forward)` leaves a function that refers to the
+    caller's model, and `deepcopy` does not copy functions.)
 
     Args:
         memo: `deepcopy`'s, with the copies of what is the caller's.
@@ -246,7 +245,7 @@ def _dummy_model(
 
 @contextmanager
 def _bars_that_leave() -> Iterator[None]:
-    """Inside, the progress bars of `transformers` are drawn on terminals only, and leave when they are full."""
+    """A context in which `transformers` draws progress bars on terminals only, and removes them when full."""
 
     def draw(bar: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         return bar(*args, **{**options, "leave": False, "disable": options.get("disable") or not sys.stderr.isatty()})
@@ -276,7 +275,7 @@ def _pretrained_model(
         trust_remote_code=config.trust_remote_code,
         revision=config.revision,
         output_loading_info=True,
-        ignore_mismatched_sizes=True,  # these are reported, and refused below
+        ignore_mismatched_sizes=True,  # these are reported and refused below
     )
     missing = [key for key in report.get("missing_keys") or () if not key.startswith(tuple(spare))]
     refuse_incomplete({**report, "missing_keys": missing}, f"the checkpoint {name!r}")

@@ -1,9 +1,9 @@
 """LongRoPE in a packed row, which holds sequences of many lengths.
 
-LongRoPE (Ding et al., 2024) has one set of frequencies for sequences up to the length that the model was first trained
-on, and another for longer ones. `transformers` chooses by the largest position in its input, so in a packed row one
-long sequence would change all others. Here each token gets the embedding for the length of its own sequence. (When a
-sequence grows past that length, the scheduler has it computed again, as `model.generate` does for Phi-3.)
+LongRoPE (Ding et al., 2024) has one set of frequencies for sequences up to the original training length, and another
+for longer ones. `transformers` chooses by the largest position in its input, so in a packed row one long sequence would
+change all others. Here each token gets the embedding for its own sequence's length. (A sequence that outgrows that
+length is recomputed, as `model.generate` does for Phi-3.)
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from inflight.execution.ragged_batch import RaggedBatch, to_device
 
 
 def longrope_length(config: PreTrainedConfig) -> int | None:
-    """The longest sequence, in tokens, for which a model uses its short frequencies; None: it has one set only.
+    """The longest sequence, in tokens, with the short frequencies; None: there is one set only.
 
     (Dynamic NTK scaling depends on the row, too, but only beyond `max_position_embeddings`, which no sequence reaches.)
     """
@@ -34,7 +34,7 @@ def longrope_length(config: PreTrainedConfig) -> int | None:
 
 @contextmanager
 def length_of_its_own(model: PreTrainedModel, batch: RaggedBatch, num_rows: int, limit: int) -> Iterator[None]:
-    """Inside, every token of `batch` gets the position embedding for its own sequence's length.
+    """A context in which every token of `batch` gets the position embedding for its own sequence's length.
 
     Args:
         num_rows: tokens of the row that runs, padding included.
@@ -62,9 +62,9 @@ def _is_longrope(module: torch.nn.Module) -> bool:
 
 
 def _forward_by_length(forward: Any, long_tokens: torch.Tensor, limit: int) -> Any:
-    """A `forward` for a rotary embedding that chooses for each token, by `long_tokens` `[1, T, 1]` bool. The long
-    frequencies are forced by an extra, far position in the row, which is dropped again; the short ones by positions
-    that are clamped to the limit."""
+    """A `forward` for a rotary embedding that chooses per token, by `long_tokens` `[1, T, 1]` bool. An extra far
+    position in the row, dropped again, forces the long frequencies; clamping positions to the limit forces the short
+    ones."""
 
     def forward_by_length(x: torch.Tensor, position_ids: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         far = position_ids.new_full((1, 1), limit)

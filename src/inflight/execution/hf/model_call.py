@@ -1,4 +1,4 @@
-"""`ModelCall`: calls a model with a cache. Models differ in the arguments that they take, and in their names."""
+"""`ModelCall`: calls a model with a cache, adapting to its arguments and their names."""
 
 import inspect
 from typing import Any
@@ -11,12 +11,12 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.ragged_batch import to_device
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""The names that models give their cache, as an argument and as an output."""
+"""Names of the cache, as an argument and as an output."""
 
 
 def forward_parameters(model: PreTrainedModel) -> set[str]:
-    """The names of the arguments that a model's `forward` takes. If it passes on what it does not name (`**kwargs`),
-    it takes what the class's own `forward` does, and after that its base classes': a proof shows whether that is so."""
+    """The names of a model's `forward` arguments. With `**kwargs`, these include those of its class's and base classes'
+    `forward`; a proof checks whether they are accepted."""
     names: set[str] = set()
     for forward in (model.forward, *(vars(each)["forward"] for each in type(model).__mro__ if "forward" in vars(each))):
         parameters = inspect.signature(forward).parameters.values()
@@ -30,11 +30,11 @@ class ModelCall:
     """Calls one model.
 
     Args:
-        uses_cache: whether the model shall fill a cache.
+        uses_cache: whether to use a cache.
 
     Attributes:
         vocab_size: V, the rows of the input embedding.
-        cache_name: the argument that takes the cache; None: there is none.
+        cache_name: the cache argument; None: none.
         no_logits: `[0, V]` in the model's dtype.
     """
 
@@ -55,14 +55,13 @@ class ModelCall:
         Args:
             token_ids, positions: `[G, L]` int64, on the host.
             mask: `[G, K]` bool, on the host, true for each of K keys that may be seen; None hides nothing.
-            cache: what the model keeps of earlier tokens, or None.
+            cache: the model's cache of earlier tokens, or None.
         """
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits
         return logits[:, logits.shape[1] - num_logit_rows :]
 
     def cache_of(self, outputs: Any) -> Any:
-        """The cache in a model's outputs; None: there is none, or none was asked for. Raises `ModelError` if it could
-        not be given back."""
+        """The cache in a model's outputs; None: none. Raises `ModelError` if the model could not take it back."""
         if not self.uses_cache:
             return None
         cache = next((each for name in CACHE_NAMES if (each := getattr(outputs, name, None)) is not None), None)

@@ -1,8 +1,8 @@
-"""A checkpoint of our own: weights in groups lie in its file as the kernels read them, so that loading it maps the file
-into memory and copies nothing.
+"""Our own checkpoint format: grouped weights are stored in the kernels' layout, so loading maps the file without a
+copy.
 
-It is a folder like any other, with one safetensors file. There a weight in groups is a tensor of panels, uint8, under
-the parameter's name; the file's metadata say how they lie.
+It is an ordinary folder with one safetensors file. A grouped weight is a uint8 tensor of panels under the parameter's
+name; the file's metadata describe the layout.
 """
 
 import json
@@ -20,11 +20,11 @@ from inflight.execution.grouped.weight import GroupedLayout, GroupedWeight, Pack
 from inflight.execution.kernels import kernels_available
 
 METHOD = "inflight"
-"""What `config.json` calls this way of quantisation,"""
+"""The name of this quantization in `config.json`,"""
 VERSION = 1
 """and the layout of panels, which may change between versions of the kernels."""
 ORDER = ".order"
-"""Follows the name of a weight whose inputs lie in an order of their own, in the name of that order."""
+"""Suffix for the name of a weight's input order."""
 ALIGNMENT = 64
 """Bytes: a cache line."""
 DTYPES = {
@@ -36,12 +36,12 @@ DTYPES = {
     torch.int32: "I32",
     torch.bool: "BOOL",
 }
-"""What safetensors calls them."""
+"""Their names in safetensors."""
 
 
 def write_packed_checkpoint(model: PreTrainedModel, folder: Path) -> None:
-    """Write weights, configuration and generation defaults of `model`, some of whose weights are in groups. Tensors lie
-    in the order of the modules, so that those that are multiplied together are neighbours."""
+    """Write weights, configuration and generation defaults of `model`, which has grouped weights. Tensors are in module
+    order, so that weights used together are neighbours."""
     tensors: dict[str, torch.Tensor] = {}
     layouts: dict[str, dict[str, Any]] = {}
     for name, tensor in _tensors(model):
@@ -67,7 +67,7 @@ def write_packed_checkpoint(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """All that a checkpoint has, each once."""
+    """All tensors of a checkpoint, each once."""
     kept = model.state_dict().keys()
     yield from ((name, parameter.data) for name, parameter in model.named_parameters())
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
@@ -91,8 +91,7 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata
 def read_packed_weights(
     paths: Iterable[Path], settings: Mapping[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters of such a checkpoint, in memory that its files are mapped into; those in groups are `dtype` to
-    whoever uses them.
+    """All parameters of such a checkpoint, memory-mapped; grouped ones have the nominal `dtype`.
 
     Args:
         settings: `quantization_config` of its `config.json`.
@@ -120,8 +119,8 @@ def read_packed_weights(
 
 
 def _mapped(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """The metadata of a safetensors file, and its tensors, which all lie in one mapping of it. (The package maps each
-    tensor by itself.) Raises `ModelError` if the file is not intact."""
+    """The metadata and tensors of a safetensors file, in a single mapping. (The package maps each tensor separately.)
+    Raises `ModelError` if the file is damaged."""
     try:
         safe_open(path, framework="pt")  # checks everything
     except SafetensorError as error:

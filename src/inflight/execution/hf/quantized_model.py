@@ -1,4 +1,4 @@
-"""A quantised checkpoint becomes a `transformers` model whose large weights stay as they are in its files."""
+"""Loads a quantized checkpoint as a `transformers` model whose large weights keep the files' quantization."""
 
 import copy
 from collections import Counter
@@ -25,8 +25,8 @@ def load_quantized_model(
     name: str, config: PreTrainedConfig, dtype: torch.dtype, device: torch.device, revision: str | None
 ) -> PreTrainedModel | None:
     """The model of a folder or a hub repository, on the CPU, with its large weights as `GroupedWeight`s; its
-    `inflight_notes` say what is not as in the files. None if it is not quantised, or in a way that is left to
-    `transformers`, as all ways but our own are for other devices.
+    `inflight_notes` list converted weights. None if it is not quantized, or by a method left to `transformers`, as are
+    all other methods on other devices.
 
     Raises `ModelError` if the checkpoint does not have all weights, or some of them cannot be read."""
     settings = getattr(config, "quantization_config", None)
@@ -82,14 +82,14 @@ class _Reader:
                 yield name.removesuffix(method.parameter) + ending, tensor
 
     def notes(self) -> list[str]:
-        """Which weights were not kept as they are."""
+        """Notes on converted weights."""
         return [
             f"{number} weights in {kind} are expanded to {self._dtype}, because no kernel reads them"
             for kind, number in self._expanded.items()
         ]
 
     def _weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One weight, or those of all experts, as the model has it."""
+        """One weight, or those of all experts, in the model's form."""
         method, is_stacked = self._method, self._method.is_stacked(parts)
         try:
             matrices = [method.read(each) for each in (_of_each_expert(parts) if is_stacked else [parts])]
@@ -143,7 +143,7 @@ def _paths(name: str, revision: str | None) -> list[Path]:
 
 
 def _generation_config(name: str, revision: str | None) -> GenerationConfig:
-    """A checkpoint's own, or what its `config.json` says, as `transformers` finds them."""
+    """A checkpoint's own quantization settings, or those of its `config.json`, as `transformers` finds them."""
     try:
         return GenerationConfig.from_pretrained(name, revision=revision)
     except OSError:

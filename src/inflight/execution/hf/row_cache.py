@@ -1,8 +1,8 @@
-"""`RowCache`: a `transformers` cache whose layers are ours. Keys and values lie in blocks, recurrent states by slot.
+"""`RowCache`: a `transformers` cache with our layers. Keys and values are in blocks, recurrent states by slot.
 
-A model finds it as its `past_key_values` (or `cache_params`) while some rows of a step run: for each layer, the keys
-and values of these rows' sequences, gathered and padded on the left, and their states. The model's own cache shows
-which kinds of layers there are. Decides where states are kept, so that a step can be run again.
+The model gets it as its `past_key_values` (or `cache_params`) while rows of a step run: each layer has the keys and
+values of these rows' sequences, gathered and padded on the left, and their states. The model's own cache shows the
+kinds of layers. States are versioned, so that a step can be rerun.
 """
 
 from collections.abc import Sequence
@@ -29,18 +29,18 @@ STATE = (LinearAttentionLayer,)
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
 NUM_VERSIONS = 2
 NUM_SPARE = 64
-"""Tokens for which there is room after those that were gathered."""
+"""Spare tokens after gathered ones."""
 
 
 @dataclass(slots=True)
 class CacheRows:
-    """G rows of L tokens, whose sequences have up to K keys by now. Shorter beginnings are padded on the left.
+    """G rows of L tokens, whose sequences have up to K keys. Shorter first spans are padded on the left.
 
     Attributes:
         sequence_ids, slots: `[G]`.
         starts, ends: `[G]`, the positions of each row's first token and after its last.
         num_new: L.
-        tokens: int64, which of the G * L entries are tokens, not padding; None: all of them.
+        tokens: int64, indices of tokens among the G * L entries; None: no padding.
         written: int64, the cache index of each token.
         gathered: `[G, K]` int64, the cache indices of each sequence's keys, padded on the left with its first.
         num_keys: K.
@@ -57,7 +57,7 @@ class CacheRows:
     num_keys: int
 
     def follow(self, before: "CacheRows | None") -> bool:
-        """Whether these are the same sequences as in the rows before, each with its next token."""
+        """Whether these are the sequences of the previous rows, each with its next token."""
         return (
             before is not None
             and np.array_equal(before.sequence_ids, self.sequence_ids)
@@ -67,18 +67,18 @@ class CacheRows:
 
     @property
     def num_past(self) -> int:
-        """Keys that the model takes for cached: all before the rows' tokens, padding included."""
+        """Keys cached from the model's view: all before the rows' tokens, padding included."""
         return self.num_keys - self.num_new
 
 
 class PagedTensor:
     """Storage of one layer's keys, or values: `[num_tokens, Hkv, D]`.
 
-    While the same sequences decode, their gathered keys are kept and only new tokens are added: gathering takes longer
-    than all of attention.
+    While the same sequences decode, gathered keys are kept and only new tokens are added: gathering takes longer than
+    attention itself.
 
     Args:
-        states: `[G, Hkv, L, D]`, some keys or values, for the sizes and the dtype.
+        states: `[G, Hkv, L, D]`, example keys or values, for sizes and dtype.
         num_tokens: room for keys or values.
     """
 
@@ -93,7 +93,7 @@ class PagedTensor:
         self._storage[rows.written] = new if rows.tokens is None else new[rows.tokens]
         if rows.num_past == 0:
             if states.shape[2] == 1:
-                self._gathered = None  # it belongs to other sequences
+                self._gathered = None  # gathered for other sequences
             return states
         gathered, num_keys = self._gathered, rows.num_keys
         if is_next and gathered is not None and gathered.shape[2] >= num_keys:
@@ -108,7 +108,7 @@ class PagedTensor:
         return gathered[:, :, :num_keys]
 
     def forget_gathered(self) -> None:
-        """Free what was gathered."""
+        """Free gathered keys."""
         self._gathered = None
 
     def copy(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
@@ -150,7 +150,7 @@ class PagedKeysAndValues:
 class StatesBySlot:
     """Storage of one layer's recurrent states: for each slot the states at two lengths of its sequence.
 
-    So a step that is run again after it was given up finds the states from before it."""
+    So a step that is rerun after being discarded finds the states from before it."""
 
     def __init__(self, layer: LinearAttentionLayer, num_slots: int) -> None:
         self.kernel_sizes = dict(layer.conv_kernel_size)
@@ -171,8 +171,8 @@ class StatesBySlot:
         return NUM_VERSIONS * int(size)
 
     def load(self, layer: LinearAttentionLayer, versions: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Give `layer` the states of `slots` `[G]`, in these `versions` `[G]`; None: the sequences begin, and the layer
-        makes its states itself."""
+        """Load the states of `slots` `[G]`, in these `versions` `[G]`, into `layer`; None: the sequences begin, and the
+        layer initialises its states."""
         for name in ("conv_states", "recurrent_states"):
             states, known = getattr(layer, name), getattr(layer, f"is_{name}_initialized")
             for index in states:
@@ -184,7 +184,7 @@ class StatesBySlot:
         layer.conv_kernel_size.update(self.kernel_sizes)
 
     def store(self, layer: LinearAttentionLayer, versions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Keep the states that `layer` has now, for `slots` `[G]`, as these `versions` `[G]`."""
+        """Save the states of `layer` for `slots` `[G]`, as these `versions` `[G]`."""
         for (name, index), kept in self.tensors.items():
             kept[versions, slots] = getattr(layer, name)[index]
 
@@ -207,7 +207,7 @@ class _Paged:
 
 
 class _PagedLayer(_Paged, DynamicLayer):
-    """Full attention. All keys are there; a window is left to the model's mask."""
+    """Full attention with all keys; the model's mask applies a window."""
 
 
 class _SlidingPagedLayer(_Paged, DynamicSlidingWindowLayer):
@@ -231,10 +231,10 @@ _PAGED = {
 
 
 class RowCache(Cache):
-    """The cache of all sequences of an engine, seen through the rows that run.
+    """The cache of all sequences of an engine, viewed by the current rows.
 
     Args:
-        like: the model's own cache after some tokens, which shows its layers and their shapes.
+        like: the model's own cache after some tokens, as an example of its layers.
         num_tokens: room for keys and values.
         num_slots: room for states.
 
@@ -281,7 +281,7 @@ class RowCache(Cache):
                 storage.forget_gathered()
 
     def enter(self, rows: CacheRows) -> None:
-        """Begin to run these rows. Raises `RuntimeError` if their states are not known."""
+        """Begin running these rows. Raises `RuntimeError` if their states are unknown."""
         is_next = rows.follow(self._before)
         if rows.num_new == 1:
             self._before = None  # until these have run
@@ -300,7 +300,7 @@ class RowCache(Cache):
             states.load(layer, versions, slots)
 
     def leave(self, rows: CacheRows) -> None:
-        """The rows have run: keep their new states."""
+        """Save the rows' new states after they have run."""
         for storage in self._paged:
             storage.rows = None
         if rows.num_new == 1:
@@ -309,7 +309,9 @@ class RowCache(Cache):
             return
         if rows.starts[0] == 0:
             self._lengths[:, rows.slots] = -1  # the sequences start over
-        versions = (self._lengths[1, rows.slots] != rows.starts).astype(np.int64)  # keeps those from before the step
+        versions = (self._lengths[1, rows.slots] != rows.starts).astype(
+            np.int64
+        )  # keeps the states from before the step
         self._lengths[versions, rows.slots] = -1
         for layer, states in self._states:
             states.store(layer, torch.from_numpy(versions), torch.from_numpy(rows.slots))

@@ -1,5 +1,4 @@
-"""`check_source`: whether there is a model of a name. A caller of the engine's process can ask without torch.
-`read_config`: its configuration."""
+"""`check_source`: checks that a model exists, without importing torch. `read_config`: reads its configuration."""
 
 import os
 from pathlib import Path
@@ -41,7 +40,7 @@ def check_source(source: str | os.PathLike[str], config: EngineConfig) -> None:
     if gguf is None:
         read_config(source, config)
     else:
-        GgufHeader.read(gguf)  # `transformers` needs torch to say more
+        GgufHeader.read(gguf)  # further checks need `transformers` and torch
 
 
 def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrainedConfig:
@@ -66,7 +65,7 @@ def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrai
 def checkpoint_files(
     source: str | os.PathLike[str], config: EngineConfig, model_config: PreTrainedConfig
 ) -> list[Path]:
-    """The files that a model was loaded from, and all beside them."""
+    """The files of a model's folder."""
     gguf = find_gguf(source, config.revision)
     if gguf is not None:
         return [gguf.with_name(name) for name in parts_of(gguf.name)]

@@ -1,5 +1,4 @@
-"""A `transformers` model from weights that were read by us: its class, and which weight goes where, stay
-`transformers`'."""
+"""Makes a `transformers` model from weights that we read; class and weight mapping are `transformers`'."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,10 +17,10 @@ def model_of_state(
     source: str,
     generation_config: GenerationConfig | None = None,
 ) -> PreTrainedModel:
-    """The model whose weights are `state`, by the names that checkpoints have for them. Raises `ModelError` if some are
-    missing or have wrong shapes; `source` says whose they are.
+    """The model with the weights `state`, by checkpoint names. Raises `ModelError` for missing weights or wrong shapes,
+    naming `source`.
 
-    Its `inflight_notes` say which weights in groups did not stay so."""
+    Its `inflight_notes` list expanded grouped weights."""
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     with watch_expansions() as expanded:
         model, report = model_class.from_pretrained(

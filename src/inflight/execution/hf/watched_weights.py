@@ -1,7 +1,7 @@
-"""`WatchedWeights`: whether a caller has changed the weights of the model that an engine was made from.
+"""`WatchedWeights`: detects changes of a caller's model after an engine was made from it.
 
-An engine has most weights in a layout of its own, and shares a few large ones. After a step of training it would run a
-mixture of old and new.
+An engine copies most weights into its own layout, and shares a few large ones. After a training step it would mix old
+and new weights.
 """
 
 import weakref
@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 
 class WatchedWeights:
-    """The state of a model's parameters. It keeps neither the model nor its memory.
+    """The version of a model's parameters, without references to the model or its memory.
 
-    Changes through `parameter.data`, in place, go unseen: torch does not count them.
+    In-place changes through `parameter.data` are not detected: torch does not count them.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:

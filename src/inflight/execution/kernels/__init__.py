@@ -25,13 +25,13 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 PANEL_OUTPUTS = 32
-"""Outputs of a layer that lie side by side, wherever a kernel multiplies with its weight."""
+"""Outputs per panel, in all kernels."""
 
 
 @functools.cache
 def kernels_in_use() -> str | None:
-    """Which are loaded: "native" for those that were built for this CPU, or a name of `building.TARGETS` for those that
-    the package has; None if there are none. The first call loads them, perhaps builds them, and warns if that fails."""
+    """The loaded kernels: "native", built for this CPU, or a name of `building.TARGETS` for the package's; None: none.
+    The first call loads or builds them, and warns on failure."""
     if sys.platform != "linux":
         return None
     try:
@@ -40,7 +40,9 @@ def kernels_in_use() -> str | None:
     except (OSError, RuntimeError, subprocess.SubprocessError) as error:
         lines = str(error).strip().split("\n")
         reason = next((line for line in lines if " error: " in line), lines[0])  # the compiler's
-        logger.warning("no CPU kernels of our own (%s): attention runs through torch's operators, slower", reason)
+        logger.warning(
+            "the CPU kernels are not available (%s); attention runs through torch's operators, slower", reason
+        )
         return None
     return kernels
 
@@ -52,23 +54,23 @@ def kernels_available() -> bool:
 
 
 def has_panels(dtype: torch.dtype) -> bool:
-    """Whether our linear layers run on this CPU for weights that are stored in `dtype`."""
+    """Whether our linear layers support weights stored in `dtype` on this CPU."""
     return kernels_available() and bool(torch.ops.inflight.has_panels(dtype))
 
 
 def delete_with(owner: object, operator: Callable[[int], None], number: int) -> None:
-    """Call an operator with the number of something of the kernels' when its owner is gone."""
+    """Call an operator with a kernels' handle once its owner is collected."""
     weakref.finalize(owner, _call_unseen, operator, number)
 
 
 def _call_unseen(operator: Callable[[int], None], number: int) -> None:
-    """The garbage collector may come in the middle of a forward pass that is watched, or that has no data."""
+    """The garbage collector may run during a traced or data-less forward pass."""
     with torch._C._DisableTorchDispatch():
         operator(number)
 
 
 def _describe_operators() -> None:
-    """Tell torch the shapes of our operators' results, for forward passes without data."""
+    """Register meta implementations of our operators."""
 
     def linear(x: torch.Tensor, number: int, out_features: int) -> torch.Tensor:
         return x.new_empty(*x.shape[:-1], out_features)

@@ -16,7 +16,7 @@ Floats gelu(Floats x) { return x * 0.5f * (erf(x * 0.7071067812f) + 1.f); }
 
 namespace {
 
-// A partial vector is computed like a whole one.
+// A partial vector is computed like a full one.
 template <class Value>
 void activate_rows(const Tensor& x, Tensor& output, Activation function) {
   const int64_t size = x.size(-1), num_rows = x.numel() / std::max<int64_t>(size, 1);
@@ -52,7 +52,7 @@ Activation find_activation(std::string_view activation, std::string_view variant
 
 Tensor activate(const Tensor& x, std::string_view activation, std::string_view variant) {
   check_strided(x, "activations", std::max<int64_t>(1, x.dim()));
-  // Rows at equal distances, as pieces of a wider tensor have them, are read in place.
+  // Strided rows, as in slices of a wider tensor, are read in place.
   bool in_place = x.dim() > 0 && x.stride(-1) == 1;
   for (int64_t dim = 0; dim + 2 < x.dim(); ++dim) in_place &= x.size(dim) == 1;
   const Tensor rows = in_place ? x : x.contiguous();

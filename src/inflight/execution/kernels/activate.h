@@ -1,4 +1,4 @@
-// Activations, element by element: the same bits wherever an element lies in its row, on any thread.
+// Elementwise activations, with the same bits at any place in a row, on any thread.
 #pragma once
 
 #include "tensor.h"

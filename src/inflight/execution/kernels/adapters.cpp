@@ -1,6 +1,6 @@
-// A row's products with `down` are dot products, its products with `up` sums over the rank in ascending order: whatever
-// thread computes them and whatever rows are beside it. Both matrices are read in the order in which they lie, and asked
-// for a while before: each is read once a step, so reading them is most of the work.
+// A row's products with `down` are dot products, its products with `up` sums over the rank in ascending order, on any
+// thread and beside any rows. Both matrices are read in memory order, with prefetch: each is read once a step, so
+// reading them is most of the work.
 #include "adapters.h"
 
 #include <array>
@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kOutputVectors = kPanelOutputs / kLanes;
 constexpr int64_t kStep = 32;  // inputs
-constexpr int kDots = 8;       // that are computed together
+constexpr int kDots = 8;       // computed together
 constexpr int64_t kAhead = 4096;  // bytes
 
 // Dot products of a row with rows of a matrix, of float32 or bfloat16, in steps of `kStep` elements.
@@ -38,7 +38,7 @@ struct Dot<bfloat16> {
 
 #endif
 
-// Asks for what will be read after `kAhead` more bytes.
+// Prefetches `kAhead` bytes ahead.
 template <int64_t kBytes>
 void read_ahead(const void* at) {
   for (int64_t line = 0; line < kBytes; line += 64) __builtin_prefetch(static_cast<const char*>(at) + kAhead + line);
@@ -91,7 +91,7 @@ void add_up(const LowRank& matrices, const float* inner, float* to) {
   }
 }
 
-// Memory of a thread that is used again and again.
+// A thread's reused memory.
 template <class Value, int kWhich>
 Value* scratch(int64_t size) {
   thread_local AlignedVector<Value> memory;
@@ -99,7 +99,7 @@ Value* scratch(int64_t size) {
   return memory.data();
 }
 
-// What a row of `x` adds to the outputs of a layer.
+// The update of a layer's outputs for a row of `x`.
 template <class Value>
 void add_row(const std::vector<LowRank>& matrices, const Value* x, int64_t size, float* to) {
   const int64_t whole = round_up(size, kStep);
@@ -154,7 +154,7 @@ const int32_t* AdapterPlace::of_rows(int64_t num_rows) const {
 }
 
 Additions::Additions(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row) {
-  if (!adapter_of_row || !linear.adapters) return;  // of several experts, some may have no place
+  if (!adapter_of_row || !linear.adapters) return;  // some experts may have no place
   const auto& adapters = linear.adapters->step->adapters;
   const auto matrices_of = [&](int64_t row) -> const std::vector<LowRank>& {
     return adapters.at(adapter_of_row[row])->places.at(linear.adapters->number);

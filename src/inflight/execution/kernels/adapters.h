@@ -1,4 +1,4 @@
-// Adapters (LoRA; Hu et al., 2021): what some rows of a step add to what a layer gives, each by matrices of its own.
+// LoRA adapters (Hu et al., 2021): low-rank updates of a layer's outputs, chosen per row of a step.
 #pragma once
 
 #include "tensor.h"
@@ -28,42 +28,42 @@ struct Adapter {
   std::vector<std::vector<LowRank>> places;
 };
 
-// Which adapter each row of a step has: a number among `adapters`, or -1. Layers that give logits have rows of their own.
-// Some layers get a few rows more, copies of the last one.
+// The adapter of each row of a step: an index into `adapters`, or -1. Layers of logits have their own rows. Some layers
+// get a few more rows, copies of the last one.
 struct AdaptedStep {
   static constexpr int64_t kMostCopies = 64;
 
-  std::vector<std::shared_ptr<const Adapter>> adapters;  // none: no row has any
-  std::vector<int32_t> of_tokens, of_logits;             // and of so many copies
+  std::vector<std::shared_ptr<const Adapter>> adapters;  // none: no row has one
+  std::vector<int32_t> of_tokens, of_logits;             // and this many copies
 };
 
-// Where a layer finds what its rows add.
+// Where a layer finds its rows' updates.
 struct AdapterPlace {
   std::shared_ptr<const AdaptedStep> step;
   int64_t number;
   bool reads_logit_rows;
 
-  // Of each row, as in `AdaptedStep`; null: none has any.
+  // Of each row, as in `AdaptedStep`; null: no row has one.
   const int32_t* of_rows(int64_t num_rows) const;
 };
 
-// What rows add to the sums of a layer: for each row `out` floats, or null. A row's depend on nothing but its adapter and
-// itself. They are this thread's until the next object is made.
+// The rows' updates of a layer's sums: `out` floats per row, or null. A row's update depends only on its adapter and
+// itself. Valid in this thread until the next object is made.
 class Additions {
  public:
   Additions(const Linear& linear, const Tensor& x, const int32_t* adapter_of_row);
 
-  // By row; null: no row adds anything.
+  // By row; null: no updates.
   const float* const* rows() const { return rows_.empty() ? nullptr : rows_.data(); }
 
  private:
   std::vector<const float*> rows_;
 };
 
-// Refuses an adapter that no layer could read.
+// Refuses an adapter with an invalid layout.
 void check(const Adapter& adapter);
 
-// Rows `[T, hidden]` of an embedding, and what is added to those of tokens that have an adapter.
+// Rows `[T, hidden]` of an embedding, with the updates of tokens that have an adapter.
 Tensor adapted_rows(const Tensor& rows, const Tensor& ids, const AdapterPlace& place);
 
 }  // namespace inflight

@@ -1,5 +1,5 @@
-// Memory that begins with a line of the processor's cache: a load of a whole register that crosses lines takes twice as
-// long, and the matrix unit loads and stores nothing else.
+// Memory aligned to cache lines: full-register loads across lines take twice as long, and the matrix unit requires
+// alignment.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,8 @@
-// Rows of queries attend to a tile of a paged cache: the arithmetic, on one thread.
-//
-// A tile is the tokens of a sequence between two fixed multiples of about 256 positions. Its results come by themselves:
-// scores, their maximum, the sum of their exponentials and the weighted sum of values, in float32. What a row gets does
-// not depend on which other rows are computed with it, nor on where its keys lie in memory; results of tiles are merged
-// in order of position (`merge`). So a token's attention has the same bits alone, in a batch, in a chunk and after a hit.
+// Rows of queries attend to a tile of a paged cache: the arithmetic, on one thread. A tile is the tokens of a sequence
+// between two fixed multiples of about 256 positions. Its results are independent: scores, their maximum, the sum of
+// their exponentials and the weighted sum of values, in float32. A row's result depends neither on other rows nor on
+// where its keys lie in memory; results of tiles are merged in order of position (`merge`). So a token's attention has
+// the same bits alone, in a batch, in a chunk and after a cache hit.
 #pragma once
 
 #include <array>
@@ -27,7 +26,7 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   constexpr float kLog2OfE = 1.44269504f;
   const int num_stripes = int(stripes.size());
   const Strides strides = Products<Kind>::strides(num_stripes);
-  // Products that are nothing but scaled are scaled in the exponent.
+  // Products that are only scaled are scaled in the exponent.
   const bool is_plain = !kIsScaled && shape.softcap == 0 && shape.scale > 0;
   const float scale = is_plain ? shape.scale : 1;
   // Calls function(stripe, scores of the first row) for all stripes.
@@ -118,8 +117,8 @@ struct TileScratch {
   std::vector<Shares> shares;
 };
 
-// Let rows of queries `[num_rows, query_stride]` attend to the stripes in `scratch`. What comes of it is merged with
-// what their results hold, of earlier tiles; values are `[value_lanes]` floats each.
+// Attend with rows of queries `[num_rows, query_stride]` to the stripes in `scratch`, merging with their results of
+// earlier tiles; values are `[value_lanes]` floats each.
 template <class Kind>
 void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int64_t query_stride, int num_rows,
                  const Visible* visible, TileScratch<Kind>& scratch, Partial* results) {

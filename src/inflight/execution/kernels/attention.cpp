@@ -11,14 +11,14 @@
 namespace inflight {
 namespace {
 
-// Tiles of spans up to this many tokens are computed apart: by several threads, and once for all spans that share them.
+// Tiles of spans up to this many tokens are computed separately: by several threads, and once for all spans that share
+// them.
 constexpr int64_t kShortSpan = 16;
-// Rows (one query head of one token each) that go through a tile together, so that it is read once for them; and how
-// many items keep a thread busy.
+// Rows (one query head of one token each) computed together per tile, so that it is read once; and items per thread.
 constexpr int64_t kMaxRowsOfItem = 256, kMinRowsOfItem = 32, kItemsOfThread = 4;
-// At most this many floats hold results of tiles until they are merged; further spans run their tiles one by one.
+// Most floats of unmerged tile results; further spans run their tiles one by one.
 constexpr int64_t kMaxPartialFloats = 1 << 25;
-// Beyond these, products of sizes might not fit their integers.
+// Larger sizes might overflow.
 constexpr int64_t kMaxBlockSize = 1 << 20, kMaxTokens = 1 << 30;
 
 template <class Kind>
@@ -48,7 +48,7 @@ float write_vector(const Input* from, int size, typename Kind::Stored* to, int64
   }
 }
 
-// Whether what is stored is what is given, and so only its place changes.
+// Whether values are stored unchanged.
 template <class Kind, class Input>
 constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>> &&
                                   !std::is_same_v<Kind, Int8>;
@@ -139,13 +139,13 @@ struct Item {
   int64_t first_row, num_rows;    // with all tiles: of the span, which has a row for each token and query head
 };
 
-// Where the partial results of a short span, whose tiles are computed apart, lie: `[tiles, Hkv, rows]`.
+// Partial results of a short span, whose tiles are computed separately: `[tiles, Hkv, rows]`.
 struct Apart {
   int span;
   int64_t first_tile, num_tiles, first_partial;
 };
 
-// What an attention call does in a step, whatever the dtype of its cache.
+// An attention call of a step, for any dtype of the cache.
 class Plan {
  public:
   Plan(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
@@ -170,7 +170,7 @@ class Plan {
     return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= shape_.end_visible(span.start, span.end);
   }
 
-  // How many of `num_rows` rows are an item: fewer, if threads would have nothing to do.
+  // Rows per item: fewer, if threads would be idle.
   int64_t rows_of_item(int64_t num_rows) const {
     const int64_t enough = kItemsOfThread * thread_count();
     int64_t rows = kMaxRowsOfItem;
@@ -212,7 +212,7 @@ class Plan {
     }
   }
 
-  // Let the head's sink join the softmax, divide by the sum, and write the row out.
+  // Add the head's sink to the softmax, divide by the sum, and store the row.
   void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
@@ -311,7 +311,7 @@ class Attention : Plan {
     std::vector<Partial> so_far, next;
   };
 
-  // `next` is the item that this thread will probably be given after this one.
+  // `next` is this thread's probable next item.
   void run_item(const Item& item, const Item* next) {
     thread_local Thread thread;
     if (item.tile < 0) {

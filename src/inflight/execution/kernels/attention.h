@@ -1,4 +1,4 @@
-// Paged attention for a step's spans: how the work is divided, and in which order its parts are merged.
+// Paged attention for a step's spans: work partitioning and merge order.
 #pragma once
 
 #include "tensor.h"
@@ -18,7 +18,7 @@ struct Span {
   int64_t row, start, end;
 };
 
-// Where one cache group's keys and values of this step lie.
+// One cache group's part of a step.
 struct GroupStep {
   Tensor indices, tables;  // [T] int64 and [S, max_blocks] int32
   int64_t last_index, last_block;  // the greatest of each, as far as spans reach; -1: there are none
@@ -34,7 +34,7 @@ struct Step {
   std::vector<GroupStep> groups;
 };
 
-// The step that a backend runs. A call that has begun keeps its step, whatever step another thread begins.
+// A backend's current step. A running call keeps its step if another thread begins one.
 class CurrentStep {
  public:
   std::shared_ptr<const Step> get() const {
@@ -59,7 +59,7 @@ struct Call {
   std::shared_ptr<CurrentStep> step;  // of the backend that owns this call
 };
 
-// Refuses sizes that do not fit each other, or the memory that is given.
+// Refuses inconsistent sizes, or memory of the wrong size.
 void check(const Call& call);
 
 void begin_step(CurrentStep& step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,

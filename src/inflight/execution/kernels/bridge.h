@@ -1,7 +1,6 @@
-// What the kernels and the bridge to torch (torch_bridge.cpp) know of each other. It is plain C: the kernels are built for
-// a CPU and the bridge for a version of torch, maybe by different compilers.
-//
-// Functions that may fail return a message, or null. It stays valid until the same thread's next call.
+// The interface between the kernels and the bridge to torch (torch_bridge.cpp), in plain C: the kernels are built for a
+// CPU and the bridge for a version of torch, perhaps by different compilers. Functions that may fail return a message,
+// or null, valid until the same thread's next call.
 #pragma once
 
 #include <stdint.h>
@@ -65,7 +64,7 @@ enum {
   kInflightInferring = 2,  // on a thread that is not in inference mode itself
 };
 
-// What torch does for the kernels.
+// Functions of torch for the kernels.
 struct InflightTorch {
   void (*retain)(void* owner);
   void (*release)(void* owner);
@@ -84,11 +83,11 @@ struct InflightTorch {
   const char* (*new_operator)(const char* name, const char* overload, const struct InflightArgument* arguments,
                               int64_t num_arguments, void** made);
   void (*delete_operator)(void* made);
-  // Of `values` those are read that differ from step to step. In lists, tensors without an owner are None.
+  // Reads the `values` that vary between steps. In lists, tensors without an owner are None.
   const char* (*call_operator)(void* made, const struct InflightValue* values, int32_t how, struct InflightValue* result);
 };
 
-// What a library of kernels gives.
+// The exports of a library of kernels.
 struct InflightKernels {
   const struct InflightOperator* operators;
   int64_t num_operators;

@@ -1,9 +1,7 @@
 """Compiling the kernels: for this CPU at first use, or for every `BuildTarget` of a wheel.
 
-They are two libraries: kernels that know no torch, and a bridge (`BRIDGE`) that is built for a version of torch.
-
-Nothing of inflight is imported here, and of torch only its version and its folder: the hook that fills a wheel
-(`tools/wheel_kernels.py`) loads this file by its path.
+There are two libraries: kernels independent of torch, and a bridge (`BRIDGE`) built for a version of torch. This file
+imports nothing of inflight, because the wheel's build hook (`tools/wheel_kernels.py`) loads it by path.
 """
 
 import os
@@ -28,12 +26,12 @@ BRIDGE_FLAGS = ["-O1", "-fopenmp"]
 
 @dataclass(frozen=True)
 class BuildTarget:
-    """A kind of CPU.
+    """A target CPU.
 
     Attributes:
         name: of its library.
-        flags: the compiler's, for such a CPU.
-        needs: what the system must list among a CPU's instruction sets.
+        flags: of the compiler, for this target.
+        needs: instruction sets that the CPU must have.
     """
 
     name: str
@@ -41,7 +39,7 @@ class BuildTarget:
     needs: frozenset[str]
 
     def beyond(self, name: str, flags: str, needs: str) -> "BuildTarget":
-        """The same and more. The compiler takes the last `-march`."""
+        """An extended target. The compiler takes the last `-march`."""
         return BuildTarget(name, (*self.flags, *flags.split()), self.needs | set(needs.split()))
 
 
@@ -50,7 +48,7 @@ _AVX512 = _AVX2.beyond("avx512", "-march=x86-64-v4", "avx512f avx512bw avx512cd 
 _AVX512_VNNI = _AVX512.beyond("avx512-vnni", "-mavx512vnni", "avx512_vnni")
 _AVX512_BF16 = _AVX512_VNNI.beyond("avx512-bf16", "-mavx512bf16 -mavx512vbmi", "avx512_bf16 avx512vbmi")
 _ARMV8 = BuildTarget("armv8", ("-march=armv8-a",), frozenset(("asimd",)))
-TARGETS = {  # a later one is better, where it runs
+TARGETS = {  # the last one that runs is the best
     "x86_64": (
         *(_AVX2, _AVX2.beyond("avx2-vnni", "-mavxvnni", "avx_vnni")),
         *(_AVX512, _AVX512_VNNI, _AVX512_BF16),
@@ -62,18 +60,18 @@ TARGETS = {  # a later one is better, where it runs
 
 
 def carried_kernels_name(target: BuildTarget) -> str:
-    """Where in this folder a wheel has the kernels for `target`."""
+    """Where a wheel has the kernels for `target` in this folder."""
     return f"carried/{target.name}.so"
 
 
 def carried_bridge_name(torch_version: str = torch.__version__) -> str:
-    """Where in this folder a wheel has the bridge for a torch. No other may load it, because torch's C++ interface
-    changes between versions; whether it knows CUDA makes no difference."""
+    """Where a wheel has the bridge for a version of torch in this folder. Torch's C++ interface changes between
+    versions, but not with CUDA support."""
     return f"carried/torch-{torch_version.partition('+')[0]}.so"
 
 
 def compiler() -> str:
-    """The C++ compiler: what `CXX` names, or `c++`. Raises `OSError` if it is not there."""
+    """The C++ compiler: `CXX`, or `c++`. Raises `OSError` if it is missing."""
     name = os.environ.get("CXX", "c++")
     if shutil.which(name) is None:
         raise OSError(f"there is no C++ compiler {name!r} here")
@@ -90,12 +88,12 @@ def build_bridge(library: Path, folder: Path = Path(torch.__file__).parent) -> N
     """Compile the bridge to a torch.
 
     Args:
-        library: where to; replaced at once, so that no process sees half of one.
+        library: the output, replaced atomically.
         folder: that of the package `torch`.
 
     Raises:
-        OSError: there is no compiler, or no room.
-        RuntimeError: the compiler failed; with what it said.
+        OSError: no compiler, or no disk space.
+        RuntimeError: the compiler failed; with its output.
     """
     include = [f"-isystem{folder / 'include' / part}" for part in ("", "torch/csrc/api/include")]
     flags = [*FLAGS, *BRIDGE_FLAGS, *include]
@@ -103,7 +101,7 @@ def build_bridge(library: Path, folder: Path = Path(torch.__file__).parent) -> N
 
 
 def _build(library: Path, sources: Iterable[Path], flags: list[str], libraries: list[str]) -> None:
-    """On all cores that this process may use, large files first: they take longest, and so all cores end together."""
+    """Compile on all usable cores, large files first, so that all cores finish together."""
     with tempfile.TemporaryDirectory(dir=library.parent) as folder:
 
         def compile_source(source: Path) -> str:

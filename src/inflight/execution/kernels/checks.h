@@ -1,4 +1,4 @@
-// What operators ask of a tensor before they touch its memory, whatever Python got wrong.
+// Checks of tensors before operators touch their memory.
 #pragma once
 
 #include "tensor.h"

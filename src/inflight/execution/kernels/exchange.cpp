@@ -18,10 +18,9 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-// So long a rank only looks whether the others have come; then it lets others have its core, and at last it sleeps in
-// between.
+// How long a rank spins for the others, before it yields its core, and finally sleeps between checks.
 constexpr std::chrono::microseconds kLooking{200}, kYielding{20000}, kSleeping{100};
-constexpr int kLooksInTurn = 16;  // between two looks at the clock
+constexpr int kLooksInTurn = 16;  // between reads of the clock
 constexpr int64_t kAlignment = 4096, kLeastBytes = 1 << 16;  // of a place; of a thread's part of a copy
 constexpr int64_t kMostRanks = 64;
 
@@ -61,8 +60,7 @@ struct Exchange::Head {
   std::atomic<uint32_t> has_ended;
 };
 
-// How far a rank is: the number of its step, and in its lower half, at how many barriers of the step it has been. It
-// only grows.
+// A rank's progress: its step number and, in the lower half, the barriers passed in the step. Monotonic.
 struct alignas(128) Exchange::Said {
   std::atomic<uint64_t> barrier;
 };

@@ -1,10 +1,7 @@
-// What the ranks of a model exchange: each has a part of every weight, and they meet at sums and at rows that they put
-// together.
-//
-// The ranks are processes of one machine that map the same file. Each writes its rows into a place of its own and says
-// so; when all have said so, each reads all places in the order of the ranks. So all get the same bits. Two sets of
-// places take turns: a rank that writes into one knows that all others have read what was there, because they have
-// written into the other since.
+// Collectives of tensor parallelism: all-reduce and all-gather. The ranks are processes of one machine that map the
+// same file. Each writes its rows into its own place and signals; after all signals, each reads all places in rank
+// order, so all get the same bits. Two sets of places alternate: a rank that writes into one knows that all others have
+// read its old content, because they have written into the other since.
 #pragma once
 
 #include "tensor.h"
@@ -21,12 +18,12 @@ class Exchange {
   Exchange(const Exchange&) = delete;
   ~Exchange();
 
-  // Steps have numbers that grow. Who takes part in one throws if another rank gives it up, or goes on to the next.
+  // Step numbers grow. A rank throws if another abandons the step, or moves on to the next.
   void begin(int64_t step);
   void give_up();
   // Whether another rank has done so.
   bool is_given_up() const;
-  // From now on all who wait, or will, throw: a rank has ended.
+  // A rank has ended: all waiting calls throw, now and later.
   void end();
 
   // Rows `[…, n]`, float32 or bfloat16, of each rank; returns their sum, added in float32 and rounded once.

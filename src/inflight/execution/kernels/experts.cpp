@@ -10,9 +10,9 @@
 namespace inflight {
 namespace {
 
-// Rows of an expert, on average, up to which its weights take longer to read than to multiply.
+// Average rows per expert up to which it is memory-bound.
 constexpr int64_t kFewRows = 8;
-// One thread is faster with few elements than several.
+// With few elements one thread is faster than several.
 constexpr int64_t kElementsAtOnce = 16384;
 
 // `to[i] = activation(row[i]) * row[size + i]`, rounded as the two steps would be; a partial vector is computed like
@@ -66,8 +66,8 @@ struct Deal {
       if (exists(i)) order[next[expert_of[i]]++] = i;
   }
 
-  // Calls `run(expert, first, count)` for each that is chosen: at once on all threads, if that keeps them busy and each
-  // expert has few rows, because then no thread waits for another within an expert.
+  // Calls `run(expert, first, count)` for each chosen expert: in parallel, if that keeps all threads busy and each
+  // expert has few rows, which avoids synchronisation within experts.
   template <class Run>
   void for_each_expert(const Run& run) const {
     std::vector<size_t> chosen;
@@ -93,7 +93,7 @@ void for_each_row(int64_t count, int64_t size, const Copy& copy) {
                    });
 }
 
-// The tokens of `x` `[T, hidden]`, dealt out to experts that there are.
+// The tokens of `x` `[T, hidden]`, gathered by valid expert.
 Tensor dealt(const Tensor& x, const Deal& deal) {
   check_rows(x, "tokens");
   check_size(deal.choices, "choices", 0, x.size(0));
@@ -109,7 +109,7 @@ Tensor dealt(const Tensor& x, const Deal& deal) {
   return rows;
 }
 
-// Which adapter each row that was dealt out has, as the layers of these experts tell; none, if no row has any.
+// The adapter of each gathered row; none, if no row has one.
 std::vector<int32_t> dealt_adapters(const Deal& deal, const Linear& layer) {
   const int64_t num_chosen = deal.choices.size(1);
   const int32_t* of_tokens = adapters_of_rows(layer, deal.choices.size(0));
@@ -124,14 +124,14 @@ const int32_t* from(const std::vector<int32_t>& adapters, int64_t first) {
   return adapters.empty() ? nullptr : adapters.data() + first;
 }
 
-// A row of `size` for each choice; 0 for the choices of experts that there are not.
+// A row of `size` for each choice; 0 for invalid experts.
 Tensor rows_of_choices(const Deal& deal, int64_t size, const Tensor& like) {
   const int64_t num_rows = deal.choices.numel();
   if (int64_t(deal.order.size()) == num_rows) return empty({num_rows, size}, like.scalar_type());
   return zeros({num_rows, size}, like.scalar_type());
 }
 
-// Applies an expert's second projection to its rows, and puts what it gives where the choices are.
+// Applies an expert's second projection to its rows, and scatters the results to the choices.
 void project_back(const Expert& expert, const Tensor& rows, const Deal& deal, const int32_t* adapters, int64_t first,
                   Tensor& output) {
   check_size(output, "a projection of experts", 1, expert.down->out_features);
@@ -219,7 +219,7 @@ Tensor project_down(const Tensor& rows, const Tensor& chosen, const std::vector<
   return output;
 }
 
-// Expert by expert, so that what is between the projections stays in a cache.
+// Expert by expert, so that intermediate rows stay in a cache.
 Tensor run_experts(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts,
                        Activation activation) {
   CHECK(!experts.empty(), "there are no experts");

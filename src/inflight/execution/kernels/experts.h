@@ -1,4 +1,4 @@
-// A mixture of experts: each runs on the tokens that have chosen it.
+// A mixture of experts: each expert runs on the tokens routed to it.
 #pragma once
 
 #include <memory>
@@ -13,11 +13,11 @@ struct Expert {
   std::shared_ptr<Linear> up, down;
 };
 
-// Of tokens `[T, hidden]` and the numbers of the experts that each has chosen, `[T, K]` int64: what the first projection
-// of each choice's expert gives, `[T * K, out]`, sorted by expert. At the end, 0 for experts that there are not.
+// The first projections for tokens `[T, hidden]` and their expert ids `[T, K]` int64: `[T * K, out]`, sorted by expert.
+// Invalid experts come last, with zeros.
 Tensor project_up(const Tensor& x, const Tensor& chosen, const std::vector<Expert>& experts);
 
-// From rows `[T * K, in]` in that order what the second projection gives, `[T * K, hidden]`, in the order of the choices.
+// The second projections of rows `[T * K, in]` in that order: `[T * K, hidden]`, in the order of the choices.
 Tensor project_down(const Tensor& rows, const Tensor& chosen, const std::vector<Expert>& experts);
 
 // Both, and between them the usual gate: the activation of the first half of a row times the other half.

@@ -18,7 +18,7 @@ namespace {
 
 constexpr uint16_t kHalfExponent = 0x7c00, kHalfSign = 0x8000;
 
-// A block without what only packs it. Scales and minima are as they are stored.
+// An unpacked block. Scales and minima are as stored.
 struct Block {
   int64_t scale_bytes;
   uint32_t coarse, minimum;
@@ -83,7 +83,7 @@ void take_q8_0(const uint8_t* from, Block& to) {
   for (int i = 0; i < 32; ++i) to.numbers[i] = from[2 + i] ^ 128;
 }
 
-// What four- and five-bit types have in common: eight scales and eight minima of six bits in twelve bytes.
+// Shared by four- and five-bit types: eight scales and eight minima of six bits in twelve bytes.
 void take_scales(const uint8_t* from, Block& to) {
   to.coarse = half_at(from);
   to.minimum = half_at(from + 2);
@@ -169,7 +169,7 @@ bool pack_run(const Grouped& layout, const uint8_t* const* rows, int64_t num_row
   return are_finite;
 }
 
-// Of memory that is new: the system hands it out in larger pieces, and the processor looks up fewer addresses.
+// Of fresh memory: huge pages mean fewer page faults and TLB misses.
 void ask_for_large_pages(const Tensor& memory) {
 #ifdef MADV_HUGEPAGE
   constexpr uintptr_t kPage = 1 << 21;

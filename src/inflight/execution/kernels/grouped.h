@@ -1,8 +1,6 @@
-// Weights of a few bits in groups of inputs that share a scale: how they lie in panels.
-//
-// A weight is `(number - middle) * scale`, or `number * scale - minimum`; a number may be the code of another one. Inputs
-// are taken 32 at a time, in chunks; some chunks in a row share a coarse scale (and a coarse minimum). Where there are fine
-// scales, whole numbers, a chunk or each half of it has one of its own, and its scale is the product of both.
+// The layout of grouped quantized weights in panels. A weight is `(number - middle) * scale`, or `number * scale -
+// minimum`; a number may be a code. Inputs come in chunks of 32; consecutive chunks share a coarse scale (and a coarse
+// minimum). With fine scales, integers, a chunk or each half of it has its own, and its scale is the product of both.
 //
 // For each such run of chunks a panel has, for its 32 outputs side by side: the coarse scales in float16 or float32; the
 // coarse minima likewise; and for each chunk the fine scales in int8, the fine minima in int8, and the numbers. Of these come
@@ -42,7 +40,7 @@ struct Grouped {
   // From these seven, in this order. Refuses what no kernel reads.
   explicit Grouped(Sizes layout);
 
-  // What sixteen numbers stand for, where they are looked up; else nullptr.
+  // The lookup table of sixteen numbers; else nullptr.
   const uint8_t* table() const;
 
   int64_t chunks() const { return coarse / kChunk; }
@@ -54,7 +52,7 @@ struct Grouped {
   int64_t num_runs(int64_t in_features) const { return (in_features + coarse - 1) / coarse; }
 };
 
-// Writes the numbers of a chunk's 32 inputs for one output to where a chunk has its numbers.
+// Writes the numbers of a chunk's 32 inputs for one output to their places in the chunk.
 template <int kBits>
 void write_numbers(uint8_t* to, int64_t output, const uint8_t* numbers) {
   constexpr int64_t kOfOutputs = kOutputsOfQuads * kChunk * kBits / 8;
@@ -84,11 +82,10 @@ Tensor pack_grouped(Sizes layout, const Tensor& numbers, const Tensor& coarse,
                         const std::optional<Tensor>& fine, const std::optional<Tensor>& coarse_minima,
                         const std::optional<Tensor>& fine_minima);
 
-// Panels from a weight `[out, in]`, float32, bfloat16 or float16. The layout has four bits, no fine scales, and
-// coarse ones in float16; its middle is 8 where there are no minima.
-//
-// Of some scales for a group the one with the least squared error is taken. The first reaches the group's largest weight
-// (or, with minima, both ends of it); the others cut that off, and are finer for all else.
+// Panels from a weight `[out, in]`, float32, bfloat16 or float16. The layout has four bits, no fine scales, and coarse
+// ones in float16; its middle is 8 where there are no minima. Of several scales for a group the one with the least
+// squared error is taken. The first covers the group's largest weight (or, with minima, both ends); the others clip it,
+// and are finer for the rest.
 Tensor round_grouped(Sizes layout, const Tensor& weight);
 
 // The rows of a weight `[out, in]` that `rows` `[n]` int64 names, `[n, in]`, float32 or bfloat16.

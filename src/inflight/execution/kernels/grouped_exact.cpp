@@ -1,4 +1,4 @@
-// Weights in groups that are expanded to the activations' dtype, and then multiplied as in a plain panel.
+// Grouped weights, expanded to the activations' dtype and multiplied as in a plain panel.
 
 #include <array>
 #include <cstring>
@@ -11,7 +11,7 @@
 namespace inflight {
 namespace {
 
-// What the numbers of a vector of outputs become.
+// The values of a vector of outputs.
 template <class Kind, class Rows>
 struct Values {
   using Stored = typename Rows::Stored;
@@ -87,7 +87,7 @@ struct Values<Kind, BFloat16Rows> {
       return read_e4m3(take_pairs<kPair, kHalf>(Bits{}, quads)) * scales[kHalf];
     const Floats values = (Floats)take_pairs<kPair, kHalf>(Bits{} + kTwoTo23, quads);
     if constexpr (!Kind::kMinima) return (values - excess[kHalf]) * scales[kHalf];
-    return fused(values, scales[kHalf], -excess[kHalf]) - minima[kHalf];  // the product is rounded once, as ever
+    return fused(values, scales[kHalf], -excess[kHalf]) - minima[kHalf];  // the product is rounded once
   }
 };
 

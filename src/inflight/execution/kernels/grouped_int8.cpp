@@ -1,7 +1,6 @@
-// Numbers of a few bits times activations that are rounded to int8: sums of whole numbers within a chunk, which are then
-// scaled. Few rows go through a whole panel, which is then one stream of memory.
-//
-// An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
+// Quantized weights times int8 activations: integer sums within a chunk, then scaled. Few rows go through a whole
+// panel, which is then one stream of memory. An output is one sum over the inputs in ascending order, on any thread and
+// beside any rows.
 #include <cmath>
 #include <cstring>
 #include <utility>
@@ -182,7 +181,7 @@ struct RoundedRows {
   }
 };
 
-// What products with numbers that were unpacked before must know of their kind.
+// Traits of a kind, for products with unpacked numbers.
 template <int kParts_, bool kMinima_, int kBits_>
 struct UnpackedKind {
   static constexpr int kParts = kParts_, kBits = kBits_;
@@ -191,7 +190,7 @@ struct UnpackedKind {
 template <class Kind>
 using UnpackedOf = UnpackedKind<Kind::kParts, Kind::kMinima, kBitsOfProducts<Kind>>;
 
-// For many rows: what was made of a few chunks, in the L1 cache.
+// For many rows: a few unpacked chunks, in the L1 cache.
 struct UnpackedChunk {
   Quads quads[kChunk / 4][kVectors];
   Floats minima[kVectors], scales[2][kVectors];
@@ -231,8 +230,8 @@ struct FromUnpacked {
   Floats minimum(int vector) const { return at->minima[vector]; }
 };
 
-// Whether prefetching ahead in the panel that a few rows go through is faster. Intel's processors gain half; AMD's see by
-// themselves what comes next, and lose.
+// Whether prefetching within a panel is faster for few rows. Intel's processors gain half; AMD's prefetch by
+// themselves, and lose.
 inline bool gains_from_reading_ahead() {
 #ifdef __x86_64__
   static const bool is_intel = __builtin_cpu_is("intel");
@@ -243,11 +242,11 @@ inline bool gains_from_reading_ahead() {
 }
 
 constexpr int64_t kRowsWorthUnpacking = 24;
-constexpr int64_t kRowsWorthPrefetching = 4;  // that take long enough to bring the next panel meanwhile
+constexpr int64_t kRowsWorthPrefetching = 4;  // that take long enough to prefetch the next panel
 template <class Kind>
 constexpr int kRowsAtOnceOf = Kind::kIsWide && kLanes == 8 ? 3 : 6;  // for which there are registers,
 template <class Kind>
-constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : kRowsAtOnceOf<Kind>;  // or for so many, if numbers are unpacked meanwhile
+constexpr int kPackedRowsAtOnce = kLanes == 16 ? 4 : kRowsAtOnceOf<Kind>;  // or for this many, if numbers are unpacked meanwhile
 template <class Kind>
 constexpr int kVectorsAtOnce(int num_rows) {
   return kLanes == 16 || num_rows == 1 ? kVectors : num_rows <= 3 && !Kind::kIsWide ? 2 : 1;
@@ -325,7 +324,7 @@ struct PanelRun {
   int64_t first_row, count, next_bytes_of_chunk;
   float (*sums)[kPanelOutputs];
 
-  // Adds the products of some chunks for all rows. Meanwhile as many chunks of the next panel come out of memory.
+  // Adds the products of some chunks for all rows, prefetching as many chunks of the next panel.
   template <class Kind, int kMaxRows, class From>
   void add_all(From from, int64_t num_chunks, int64_t chunk, const uint8_t* next) const {
     static constexpr auto functions = by_rows<Kind, From>(std::make_integer_sequence<int, kMaxRows>{});
@@ -407,7 +406,7 @@ void run_int8(const Linear& linear, const Tensor& x, const Additions& additions,
 bool supports_int8_activations() { return false; }
 
 void run_int8(const Linear&, const Tensor&, const Additions&, Tensor&) {
-  CHECK(false, "this CPU does not multiply whole numbers");
+  CHECK(false, "this CPU does not support int8 activations");
 }
 
 #endif

@@ -1,23 +1,21 @@
-// Layers whose weights are numbers of a few bits in groups (grouped.h).
+// Linear layers with grouped quantized weights (grouped.h).
 #pragma once
 
 #include "linear.h"
 
 namespace inflight {
 
-// `[…, in]` to `output` `[…, out]`, float32 or bfloat16, in one of two arithmetics.
-//
-// Exact: weights take the activations' dtype, as `grouped_rows` gives them, and everything is as in a layer of that dtype.
-//
-// Fast: the activations of 32 inputs are rounded to int8 with a scale of their own; sums within a chunk are whole numbers,
-// and sums of chunks float32. Without the instructions for it, and for floats of eight bits, this is the exact one.
+// `[…, in]` to `output` `[…, out]`, float32 or bfloat16, in one of two arithmetics. Exact: weights are expanded to the
+// activations' dtype, as in `grouped_rows`, and computed as in a plain layer. Fast: the activations of each 32 inputs
+// are rounded to int8 with their own scale; sums within a chunk are integers, sums of chunks float32. Without the
+// instructions, and for 8-bit floats, it is the exact one.
 void run_grouped(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 
-// The two.
+// The two arithmetics.
 void run_exact(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 void run_int8(const Linear& linear, const Tensor& x, const Additions& additions, Tensor& output);
 
-// Whether this CPU has the instructions for the second one, and whether it is faster with it.
+// Whether this CPU supports the fast one, and whether it is faster.
 bool supports_int8_activations();
 bool prefers_int8_activations();
 

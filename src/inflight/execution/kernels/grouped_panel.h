@@ -1,7 +1,5 @@
-// How a panel of weights in groups is read: chunk by chunk, in registers.
-//
-// A number is a shift and a mask away from the unsigned factor of a product of whole numbers, and a conversion and a
-// product away from its value.
+// Reading a grouped panel, chunk by chunk, in registers. A shift and a mask give the unsigned factor of an integer
+// product; a conversion and a product more give the value.
 #pragma once
 
 #include <cstring>
@@ -13,7 +11,7 @@ namespace inflight {
 
 enum class Reading { kWhole, kLookedUp, kFloat };
 
-// The layouts that there are kernels for: what the compiler must know of them.
+// The supported layouts, as compile-time kinds.
 template <int kBits_, int kFine_, bool kMinima_, Reading kReading_ = Reading::kWhole>
 struct Kind {
   static constexpr int kBits = kBits_, kFine = kFine_;
@@ -23,7 +21,7 @@ struct Kind {
   static constexpr int kParts = kFine == 2 ? 2 : 1;  // of a chunk, each with a scale
 };
 
-// Calls `function` with the kind of a layout, and gives what it gives.
+// Calls `function` with the kind of a layout, and returns its result.
 template <class Function>
 auto with_kind(const Grouped& layout, const Function& function) {
   const auto reading = layout.table() ? Reading::kLookedUp : layout.code == Code::kE4M3 ? Reading::kFloat : Reading::kWhole;
@@ -136,7 +134,7 @@ constexpr int64_t kBytesOfChunk =
 template <class Kind>
 constexpr int64_t kNumbersOfChunk = kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine));
 
-// Where in a panel its weights are read, chunk by chunk: what is the same for all kinds.
+// The position in a panel, common to all kinds.
 struct PanelReader {
   const Grouped* layout;
   const uint8_t* at;
@@ -146,8 +144,8 @@ struct PanelReader {
   int64_t chunks_left = 0;                    // of a run
 
   PanelReader(const Grouped& layout, const uint8_t* panel) : layout(&layout), at(panel), table(spread(layout.table())) {}
-  // From now on each chunk brings another one out of memory: what is done with them takes so long that the processor does
-  // not look so far ahead.
+  // From now on each chunk prefetches another one: the computation takes too long for the hardware prefetcher to look
+  // that far ahead.
   void read_ahead() {
     ahead.at = reinterpret_cast<const char*>(at) + 4096;
     ahead.bytes_of_step = layout->chunk_bytes();

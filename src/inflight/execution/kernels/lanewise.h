@@ -11,8 +11,7 @@
 
 namespace inflight {
 
-// How rows of a dtype meet their weights: rows are given as `Input`, and weights that are unpacked first lie as they do in
-// a panel of `Unpacked`.
+// The product's types by dtype: rows are `Input`, and unpacked weights are laid out as in a panel of `Unpacked`.
 struct Float32Rows : Float32 {
   using Input = float;
   using Sum = Floats;
@@ -53,7 +52,7 @@ constexpr int kRowsAtOnce = 8;  // 16 sums, of 32 registers
 constexpr int kRowsAtOnce = 3;  // 12 sums, of 16 registers
 #endif
 
-constexpr int64_t kStepsAtOnce = 4;  // written out: GCC copies the sums from one turn of a loop to the next
+constexpr int64_t kStepsAtOnce = 4;  // unrolled: GCC would copy the sums between iterations
 
 // Adds to sums[row][vector] the products of `steps` operands, for kRows rows that lie `stride` elements apart, and some
 // vectors of a panel's outputs, from `panel` on. `next` advances once for kStepsAtOnce operands.
@@ -90,7 +89,7 @@ struct RowsInTurn {
   const typename Kind::Input* at(int64_t row, int64_t operand) const { return x + row * stride + operand * Kind::kPack; }
 };
 
-// Sums of rows with a panel that comes in parts: each stays in the L1 cache while all rows go through it.
+// Sums of rows with a panel in parts: each part stays in the L1 cache while all rows use it.
 template <class Kind>
 struct RowSums {
   static constexpr int64_t kMaxRows = 64, kRowsHeld = 0;
@@ -100,8 +99,8 @@ struct RowSums {
   void clear(int64_t num_rows) { std::memset(sums, 0, num_rows * sizeof sums[0]); }
   void settle() {}
 
-  // Adds the products of rows from `first_row` on with `steps` operands from `first_step` on. Meanwhile `next_bytes` at
-  // `next` come out of memory.
+  // Adds the products of rows from `first_row` on with `steps` operands from `first_step` on, prefetching `next_bytes`
+  // at `next`.
   void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const typename Kind::Stored* part,
            int64_t steps, const void* next = nullptr, int64_t next_bytes = 0) {
     constexpr auto by_rows = functions(std::make_integer_sequence<int, kRowsTogether>{});
@@ -117,7 +116,7 @@ struct RowSums {
 #ifdef __AVX512F__
   static constexpr int kRowsTogether = kRowsAtOnce, kVectorsTogether = kVectors;
 #else
-  static constexpr int kRowsTogether = 6, kVectorsTogether = 2;  // for which there are enough registers, too
+  static constexpr int kRowsTogether = 6, kVectorsTogether = 2;  // for which registers suffice
 #endif
 
   template <int kRows>

@@ -1,10 +1,8 @@
-"""Which libraries this process loads, the kernels and their bridge to torch: carried by the package, built here before,
-or new.
+"""Finds or builds the libraries to load: the kernels and their bridge to torch.
 
-A wheel carries kernels for several kinds of CPUs, for any torch, and bridges for some versions of torch. What does not
-fit, and everything in a checkout, is built here and kept on disk. Such a library's file name is a digest of everything
-that went into it: sources, compiler, flags, torch, and this CPU's instruction sets. So in a home folder that several
-machines share, none of them runs instructions that were chosen for another.
+A wheel has kernels for several CPU targets, for any torch, and bridges for some versions of torch. Otherwise, and in a
+checkout, libraries are built here and cached on disk, named by a digest of all inputs: sources, compiler, flags, torch,
+and this CPU's instruction sets. So machines that share a home folder never run each other's instructions.
 """
 
 import ctypes
@@ -34,10 +32,10 @@ logger = logging.getLogger(__name__)
 
 
 def load_library() -> str:
-    """Load them. Returns whose kernels they are: the name of a kind of CPU that the package has them for, or "native".
+    """Load them. Returns the package's target, or "native".
 
     Raises:
-        OSError, RuntimeError: there are none, and none can be built or kept, or torch cannot load them.
+        OSError, RuntimeError: they cannot be built, cached or loaded.
     """
     carried = carried_kernels()
     kernels, bridge = _loaded(carried), _loaded(SOURCES / building.carried_bridge_name())
@@ -55,7 +53,7 @@ def load_library() -> str:
 
 
 def carried_kernels() -> Path | None:
-    """The best in the package for this CPU, if there are any."""
+    """The package's best kernels for this CPU, if any."""
     can = set(instruction_sets().split())
     if "amx_tile" in can and not _may_use_matrix_unit():
         can.remove("amx_tile")
@@ -72,18 +70,18 @@ def _loaded(carried: Path | None) -> ctypes.CDLL | None:
     try:
         return ctypes.CDLL(str(carried))
     except OSError as error:
-        logger.warning("the package's kernels do not fit this system (%s), so they are built here", error)
+        logger.warning("the package's kernels do not fit this system (%s); building them", error)
         return None
 
 
 def built_libraries(wanted: Mapping[str, Callable[[Path], None]]) -> list[Path]:
-    """Where those of these names are, built if they are not on disk yet. It may be a folder that cannot be written."""
+    """The libraries of these names, built if not cached yet. The folder may be read-only."""
     if all(os.path.exists(_user_folder() / name) for name in wanted):  # False where the folder may not be read
         return [_user_folder() / name for name in wanted]
     folder = cache_folder()
     if folder != _user_folder():
         logger.warning(
-            "%s cannot be written, so the CPU kernels are built at every start; XDG_CACHE_HOME names another folder",
+            "%s cannot be written, so the CPU kernels are built at every start; set XDG_CACHE_HOME to another folder",
             _user_folder(),
         )
     with _lock(folder / "lock"):
@@ -96,7 +94,7 @@ def built_libraries(wanted: Mapping[str, Callable[[Path], None]]) -> list[Path]:
 
 @contextmanager
 def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
-    """Print a line to standard error, and at the end how long it took; meanwhile the seconds run, on a terminal."""
+    """Print a line to standard error with the elapsed seconds, updated on a terminal."""
     start, ended = time.monotonic(), threading.Event()
 
     def run() -> None:
@@ -119,13 +117,13 @@ def _timed(said: str, interval: float = 1.0) -> Iterator[None]:
 
 
 def kernels_name() -> str:
-    """Of the kernels for this CPU. It differs whenever a build would."""
+    """The file name of the kernels for this CPU; it changes with any input of the build."""
     sources = sorted({*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")} - {SOURCES / BRIDGE})
     return f"kernels-{_digest(sources, FLAGS, building.KERNEL_FLAGS, _native_flags(), [instruction_sets()])}.so"
 
 
 def bridge_name() -> str:
-    """Of the bridge to this torch, likewise."""
+    """The file name of the bridge to this torch, likewise."""
     torch_build = [torch.__version__, str(torch.version.git_version)]
     sources = [SOURCES / name for name in (BRIDGE, "bridge.h", "program_format.h")]
     return f"bridge-{_digest(sources, FLAGS, building.BRIDGE_FLAGS, torch_build)}.so"
@@ -142,7 +140,7 @@ def _digest(sources: Iterable[Path], *others: Iterable[str]) -> str:
 
 
 def _native_flags() -> list[str]:
-    """The compiler's, for this CPU."""
+    """The compiler's flags for this CPU."""
     option = "-march" if platform.machine() == "x86_64" else "-mcpu"
     without = ["-mno-amx-tile"] if " amx_tile " in instruction_sets() and not _may_use_matrix_unit() else []
     return [f"{option}=native", *without]
@@ -179,7 +177,7 @@ def _user_folder() -> Path:
 
 @contextmanager
 def _lock(path: Path) -> Iterator[None]:
-    """Inside, only one process runs. The lock is released when its process dies."""
+    """An inter-process lock, released if its process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

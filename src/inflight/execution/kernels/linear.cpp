@@ -1,8 +1,7 @@
 // Several rows (eight with AVX-512) go through a panel together, with a register for every row and vector of outputs.
-// Its weights are read once, in the order in which they lie, at memory's speed; further rows find it in the L2 cache. A
-// matrix unit, where there is one, multiplies everything but float32.
-//
-// An output is one sum over the inputs in ascending order, whatever thread computes it and whatever rows are beside it.
+// Its weights are read once, in memory order, at memory bandwidth; further rows find it in the L2 cache. A matrix unit,
+// if any, multiplies everything but float32. An output is one sum over the inputs in ascending order, on any thread and
+// beside any rows.
 #include "linear.h"
 
 #include <array>
@@ -105,7 +104,7 @@ template <class Kind, class Weight, class Output>
 struct Lanewise {
   static constexpr int64_t kRowsOfItem = 64;
 
-  // Of rows that read each panel once: the processor does not look ahead as far as memory is away.
+  // For rows that read each panel once: the hardware prefetcher does not cover the memory latency.
   static constexpr int64_t kBytesAhead = 6144;
 
   using Rows = RowsInTurn<Kind>;
@@ -127,8 +126,8 @@ struct Lanewise {
 
 #ifndef __AVX512F__
 
-// The same with few registers, for weights that are multiplied as floats: all rows go through a part of the panel in the
-// L1 cache, more of them together than there are registers for with a whole panel.
+// The same for weights multiplied as floats, with few registers: all rows use a part of the panel in the L1 cache, more
+// at a time than registers allow with a whole panel.
 template <class Kind, class Weight, class Output>
 struct InParts {
   using Sums = RowSums<Float32Rows>;
@@ -199,7 +198,7 @@ struct Tiled {
   void run_panel(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
                  int64_t first_output, const Finish<Output>& finish) {
     const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
-    // What comes out of memory with each group: a share of the next panel; if this one is read only once, what follows soon.
+    // What each group prefetches: a share of the next panel; if this one is read only once, what follows soon.
     const int64_t next_bytes = steps * kPanelBytes / num_groups;
     const char* next = reinterpret_cast<const char*>(panel) + (num_groups > 1 ? steps * kPanelBytes : kBytesAhead);
     for (int64_t row = 0; row < num_rows; row += kGroupRows, next += next_bytes) {

@@ -1,4 +1,4 @@
-// A linear layer whose weight lies in panels: in float32, bfloat16 or int8, or in a few bits in groups.
+// A linear layer with its weight in panels: float32, bfloat16, int8, or grouped.
 #pragma once
 
 #include "tensor.h"
@@ -22,10 +22,10 @@ struct Linear {
   std::optional<Tensor> bias, scales;
   int64_t in_features, out_features;
   Activation activation;  // or nullptr
-  Tensor offsets;     // of int8, `[out]` int32: what a row's zero point adds to each sum
+  Tensor offsets;     // of int8, `[out]` int32: the zero point's contribution to each sum
   std::optional<Grouped> grouped;
   bool is_exact = false;            // of a grouped weight: see grouped_linear.h
-  std::optional<Tensor> order;  // of a grouped weight, `[in]` int64: which input each of its own is
+  std::optional<Tensor> order;  // of a grouped weight, `[in]` int64: the input of each column
   std::optional<AdapterPlace> adapters;
 
   Linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
@@ -37,18 +37,18 @@ struct Linear {
   void check_bias() const;
 };
 
-// Lays a weight `[out, in]` in one piece out in `panels` as above, which it fills.
+// Lays out a contiguous weight `[out, in]` in `panels` as above.
 void pack_panels(const Tensor& weight, const Tensor& panels);
 
-// Whether this CPU has the instructions for weights of a dtype; without them oneDNN is the better choice.
+// Whether this CPU has the instructions for a dtype; without them oneDNN is better.
 bool has_panels(ScalarType dtype);
 
-// Which adapter each of `num_rows` rows has; null: none has any.
+// The adapter of each of `num_rows` rows; null: none.
 inline const int32_t* adapters_of_rows(const Linear& linear, int64_t num_rows) {
   return linear.adapters ? linear.adapters->of_rows(num_rows) : nullptr;
 }
 
-// `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with a scale of its own.
+// `[…, in]` to `[…, out]`, float32 or bfloat16. For int8 each row of activations is rounded with its own scale.
 Tensor apply(const Linear& linear, const Tensor& x);
 
 // The same, into `output` `[…, out]`, in one piece and of the dtype of `x`.

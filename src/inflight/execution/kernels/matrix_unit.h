@@ -1,4 +1,4 @@
-// A CPU's matrix unit (AMX), if this build may use it: how its tiles are shaped and multiplied.
+// The CPU's matrix unit (AMX), if this build may use it: tile configuration and products.
 //
 // Tiles 0 to 3 are sums, for two times sixteen rows and two times sixteen outputs; 4 and 5 are rows of operands of four
 // bytes; 6 and 7 are operands of outputs. (The intrinsics take tile numbers as literals: no loop.)

@@ -1,4 +1,4 @@
-// The operators that Python sees, `torch.ops.inflight.*`. Objects that outlive a call are kept here, by number.
+// The operators `torch.ops.inflight.*`. Objects that outlive a call are kept here, by handle.
 
 #include <limits>
 #include <memory>
@@ -21,7 +21,7 @@
 namespace inflight::operators {
 namespace {
 
-// Objects by number.
+// Objects by handle.
 class Objects {
  public:
   int64_t add(std::shared_ptr<void> object) {
@@ -222,7 +222,7 @@ void check_kind(const InflightValue& value, ValueKind kind) {
   CHECK(value.kind == kind, "an operator takes an argument of the kind ", int64_t(kind), ", not ", value.kind);
 }
 
-// What there is of a kind.
+// The objects of a kind.
 template <class Item>
 std::span<const Item> items_of(const InflightValue& value, ValueKind kind) {
   check_kind(value, kind);
@@ -258,7 +258,7 @@ template <class Type>
   }
 }
 
-// What the caller gets references to.
+// References returned to the caller.
 [[gnu::noinline]] InflightValue given(const std::vector<Tensor>& tensors) {
   thread_local std::vector<InflightTensor> own;
   own.clear();

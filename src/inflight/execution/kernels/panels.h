@@ -1,4 +1,4 @@
-// What all layers in panels share: how their work is dealt out, and what becomes of their sums.
+// Shared by all layers in panels: work partitioning and epilogues.
 #pragma once
 
 
@@ -10,10 +10,10 @@ namespace inflight {
 
 constexpr int kVectors = kPanelOutputs / kLanes;
 constexpr int64_t kSharesOfThread = 4;   // of all rows and panels
-constexpr int64_t kRowsOfReading = 5;    // that are multiplied while a panel comes out of memory
+constexpr int64_t kRowsOfReading = 5;    // that are multiplied while a panel is prefetched
 constexpr int64_t kMinShareSize = 8192;  // such rows times operands: some 4 µs
 
-// Some of the rows that go through a panel, together.
+// A group of rows computed together.
 struct RowGroup {
   int64_t first, count, number, num_groups;
 };
@@ -28,14 +28,14 @@ inline void for_each_group(int64_t num_rows, int64_t at_once, const Function& fu
   }
 }
 
-// The panel after the one that is multiplied, which comes out of memory meanwhile: while the same panel is read again and
-// again, the processor does not see that the next one will be needed. Each group of rows brings a part of it.
+// The panel after the current one, prefetched meanwhile: while the same panel is reread, the hardware prefetcher does
+// not see the next one. Each group of rows prefetches a part of it.
 struct NextPanel {
   const char* at = nullptr;
   int64_t bytes_of_step = 0;
 
   NextPanel() = default;
-  // The part of the `num_bytes` at `next` that a group brings in so many steps.
+  // The part of the `num_bytes` at `next` that a group prefetches in this many steps.
   NextPanel(const void* next, int64_t num_bytes, int64_t num_steps, const RowGroup& group)
       : at(static_cast<const char*>(next) + num_bytes * group.number / group.num_groups),
         bytes_of_step(num_bytes / (group.num_groups * num_steps)) {}
@@ -46,7 +46,7 @@ struct NextPanel {
   }
 };
 
-// What is done to a sum before it is stored. A null pointer means nothing.
+// The epilogue of a sum. A null pointer: none.
 template <class Output>
 struct Finish {
   int64_t out_features;
@@ -107,9 +107,9 @@ struct Finish {
   }
 };
 
-// Calls `run(way, panel, num_panels, first_row, count)` for neighbouring panels and `Way::kRowsOfItem` rows, until all have
-// met, on all threads; a panel has `steps` operands for each row. Each thread gets several shares, each with a `Way` of its
-// own, so that a stalled core does not stall the others for long.
+// Calls `run(way, panel, num_panels, first_row, count)` for all pairs of neighbouring panels and `Way::kRowsOfItem`
+// rows, on all threads; a panel has `steps` operands for each row. Each thread gets several shares, each with its own
+// `Way`, so that a stalled core does not stall the others for long.
 template <class Way, class Run>
 void for_each_run(int64_t num_panels, int64_t num_rows, int64_t steps, const Run& run) {
   const int64_t num_blocks = (num_rows + Way::kRowsOfItem - 1) / Way::kRowsOfItem;

@@ -1,4 +1,4 @@
-// Work for several threads, ours or torch's. Which of them does what changes no bit.
+// Parallel work on our threads or torch's. The assignment changes no bit.
 #pragma once
 
 #include <algorithm>
@@ -8,7 +8,7 @@
 
 namespace inflight {
 
-constexpr int64_t kRangesOfThread = 4;  // a thread that is kept from its core delays the others by less
+constexpr int64_t kRangesOfThread = 4;  // a preempted thread then delays the others less
 
 // Calls function(item) once for each item.
 template <class Function>

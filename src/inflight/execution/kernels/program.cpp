@@ -11,14 +11,14 @@ namespace inflight {
 namespace {
 
 constexpr int64_t kMaxValues = 1 << 20;
-constexpr int64_t kMaxTokensReadingAhead = 8;  // of a step that memory bounds
+constexpr int64_t kMaxTokensReadingAhead = 8;  // of a memory-bound step
 constexpr int64_t kMinNormalized = 1 << 14;    // elements of a layer norm that are worth another thread
 
 using format::Argument;
 using format::Size;
 using format::View;
 
-// What is known of an argument before any step. It points into it.
+// The constant part of an argument. It points into it.
 InflightValue known(const Argument& argument) {
   switch (argument.kind) {
     case kValueKindInteger:
@@ -40,7 +40,7 @@ void check(const Argument& argument) {
   known(argument);
 }
 
-// What an operator gives.
+// An operator's results.
 std::vector<Memory> memories_of(const InflightValue& result) {
   const auto* tensors = static_cast<const InflightTensor*>(result.items);
   std::vector<Memory> memories;
@@ -135,7 +135,7 @@ std::vector<Memory> OperatorCall::call(const std::vector<InflightValue>& argumen
   return memories_of(result);
 }
 
-// Without torch, which would look it up.
+// Without torch's dispatcher.
 std::vector<Memory> OperatorCall::call_own(const std::vector<InflightValue>& arguments) const {
   const Range range(code_.name.c_str());
   InflightValue result{};
@@ -154,7 +154,7 @@ bool OperatorCall::is_dealt_out(const std::vector<InflightValue>& arguments) con
          *static_cast<const int64_t*>(arguments[1].items) == input.sizes[input.num_dims - 1];
 }
 
-// Torch's layer norm would run on this thread alone. No row knows of another, so ours deal them out.
+// Torch's layer norm would run on this thread alone. Rows are independent, so our threads share them.
 std::vector<Memory> OperatorCall::deal_out(std::vector<InflightValue> arguments) const {
   const Tensor input = Tensor(*static_cast<const InflightTensor*>(arguments[0].items)).contiguous();
   const int64_t size = input.size(-1), num_rows = input.numel() / size;
@@ -272,7 +272,7 @@ bool ProgramRun::advance(int64_t num_items) {
   return next_ < items.size();
 }
 
-// How many row kernels come next, one after the other.
+// The number of consecutive row kernels from here.
 int64_t ProgramRun::num_small_items(int64_t most) const {
   const auto& items = program_->items_;
   int64_t count = 0;

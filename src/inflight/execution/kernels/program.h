@@ -62,19 +62,19 @@ class Program {
   friend class ProgramRun;
   struct Item {
     std::variant<OperatorCall, RowKernel, LinearCall> work;
-    std::vector<int64_t> released;  // values that nothing needs any more
+    std::vector<int64_t> released;  // values no longer needed
     const Linear* next_linear = nullptr;  // of a row kernel: the layer that comes after it
   };
 
   std::vector<Memory> values_;  // the constants, each in its place
   std::vector<Item> items_;
   std::vector<format::View> outputs_;
-  std::vector<bool> is_reused_;  // of each value: whether it lies in memory that serves again
+  std::vector<bool> is_reused_;  // of each value: whether it is in reused memory
   mutable ReusedMemory memory_;  // of the last run
   mutable std::mutex mutex_;
 };
 
-// One run of a program, which a caller may carry out piece by piece.
+// One run of a program, in pieces if the caller likes.
 class ProgramRun {
  public:
   // Token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64.
@@ -83,10 +83,10 @@ class ProgramRun {
   ~ProgramRun();
   ProgramRun(const ProgramRun&) = delete;
 
-  // Carries out the next items, at most `num_items`. Returns whether any are left.
+  // Runs the next items, at most `num_items`. Returns whether any are left.
   bool advance(int64_t num_items);
 
-  // What the program gives, at the end.
+  // The program's outputs.
   std::vector<Tensor> outputs() const;
 
  private:

@@ -1,4 +1,4 @@
-// Reading memory ahead, while one thread does something small and the memory would be idle.
+// Prefetching while one thread runs something small and memory would be idle.
 #pragma once
 
 #include <algorithm>
@@ -9,9 +9,9 @@
 namespace inflight {
 
 constexpr int64_t kReadAheadBytes = 1 << 18;  // of each thread: part of an L2 cache
-constexpr int64_t kReadAheadStep = 2048;      // bytes between two looks at whether to go on
+constexpr int64_t kReadAheadStep = 2048;      // bytes between two checks whether to continue
 
-// Runs `work` on the calling thread. Until it ends, the others bring the first bytes of `memory` into their caches.
+// Runs `work` on the calling thread. Meanwhile the others prefetch the first bytes of `memory` into their caches.
 template <class Work>
 void run_reading_ahead(const char* memory, int64_t num_bytes, const Work& work) {
   struct Ending {  // even if `work` throws

@@ -14,7 +14,7 @@ struct StepSize {
   int64_t tokens, logit_rows;
 };
 
-// The most that a size, a stride or an offset in memory may be: so no product of two of them overflows.
+// The most of a size, a stride or an offset, so that no product of two overflows.
 constexpr int64_t kMaxPlace = int64_t(1) << 40;
 
 // A number that grows with a step, in one step.

@@ -1,5 +1,5 @@
-// Memory for the values of a program. What nothing needs any more serves again, in this step or in the next: new memory
-// of the system's costs more than most of what is written into it.
+// Memory for the values of a program, reused within and across steps: fresh memory costs more than most of what is
+// written into it.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ class ReusedMemory {
     return taken;
   }
 
-  // Takes back what `take` gave, unless something else is in it, too.
+  // Takes back memory from `take`, unless it is shared.
   void take_back(Memory&& memory) {
     const uint64_t num_bytes = uint64_t(memory.num_bytes());
     if ((memory.raw().flags & kInflightIsReused) && !memory.is_shared())

@@ -221,7 +221,7 @@ RowKernel::RowKernel(format::RowKernel code) : code_(std::move(code)) {
   }
 }
 
-// Refuses what would leave the registers. Instructions work on whole vectors.
+// Refuses out-of-range registers. Instructions work on full vectors.
 void RowKernel::check(const Instruction& at) const {
   CHECK(at.code >= 0 && at.code < std::ssize(kNumOperands) && at.length > 0 && at.length <= kMaxLength,
         "a row kernel has no such instruction");

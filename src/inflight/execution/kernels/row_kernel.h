@@ -1,5 +1,5 @@
-// Small operators that run as one: a short list of instructions, carried out row by row, on registers that stay in the
-// cache of a core. Every instruction rounds as torch's operator does, so the bits are torch's.
+// Fused small operators: a short list of instructions, executed row by row, on registers that stay in a core's cache.
+// Every instruction rounds as torch's operator does, so the bits are torch's.
 #pragma once
 
 #include "tensor.h"
@@ -15,7 +15,7 @@ class RowKernel {
  public:
   explicit RowKernel(format::RowKernel code);
 
-  // Reads some of the program's `values`, and sets those that the kernel makes.
+  // Reads some of the program's `values`, and sets the kernel's results.
   void run(std::vector<Memory>& values, const StepSize& step, ReusedMemory& memory) const;
   const std::vector<int64_t>& made() const { return made_; }  // values in reused memory
 

@@ -15,7 +15,7 @@ namespace {
 
 // ------------------------------------------------------------------------------------------------ greedy
 
-constexpr int64_t kPieceSize = 8192;  // columns that one thread looks at at a time
+constexpr int64_t kPieceSize = 8192;  // columns per thread
 
 struct Best {
   float value;

@@ -1,8 +1,7 @@
-// How keys and values are stored, and how a vector of them is multiplied: one struct for each dtype of the cache.
-//
-// Everything is laid out so that a register's products run side by side and no sum crosses lanes. `kPack` neighbours along
-// the direction of summation lie together: 2 for bfloat16, whose hardware product adds pairs, else 1. An `Operand` is
-// the pack of the other factor, which is the same for all lanes; `pack` rounds to the nearest, ties to even.
+// Storage and products of keys and values: one struct for each dtype of the cache. The layout keeps sums within lanes.
+// `kPack` neighbours along the direction of summation are adjacent: 2 for bfloat16, whose hardware product adds pairs,
+// else 1. An `Operand` is the pack of the other factor, which is the same for all lanes; `pack` rounds to the nearest,
+// ties to even.
 #pragma once
 
 #include "vectors.h"

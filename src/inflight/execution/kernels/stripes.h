@@ -1,4 +1,4 @@
-// How keys and values lie in the cache's memory, and how a tile's are found and prefetched.
+// The layout of keys and values in the cache, and how a tile's are found and prefetched.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ constexpr int kTileSize = 256;
 constexpr int64_t kLineBytes = 64;  // of the processor's cache
 constexpr int kStripesAtOnce = 4;
 
-// An attention call of the model: its shape, and where its keys and values lie.
+// An attention call of the model: its shape, and the storage of its keys and values.
 //
 // A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
 // multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. A stripe is one piece of memory and holds, in
@@ -83,13 +83,13 @@ struct Storage {
   }
 };
 
-// What some tokens contribute to a row: `values` are weighted with exp(score - max), `sum` is the sum of the weights.
+// Some tokens' contribution to a row: `values` are weighted with exp(score - max), `sum` is the sum of the weights.
 struct Partial {
   float max, sum;
   float* values;
 };
 
-// What becomes of a row's values when those of more tokens are merged with them: `old` times the old ones, `fresh` times the others.
+// Factors for merging a row's values with those of more tokens: `old` for the old ones, `fresh` for the others.
 struct Shares {
   float old, fresh;
 
@@ -104,9 +104,9 @@ struct Visible {
   int low, high;
 };
 
-// Prefetches the stripes of the next tile while one is computed: the blocks of a sequence lie scattered, so the hardware
-// cannot foresee them. It takes a few stripes at a time, line by line, a few lines with each step of the computation,
-// into the L2 cache, which can wait for more lines at once than L1; nor would a tile fit into L1.
+// Prefetches the stripes of the next tile while one is computed: a sequence's blocks are scattered, so the hardware
+// prefetcher cannot. It takes a few stripes at a time, a few lines with each step of the computation, into the L2
+// cache, which has more outstanding loads than L1, and holds a tile.
 template <class Kind>
 class Prefetcher {
  public:
@@ -133,13 +133,13 @@ class Prefetcher {
 
   const Stripe<Kind>*next_, *end_;
   const int64_t stripe_bytes_;
-  int64_t offset_, asked_;  // in `stripes_`: what was asked for, and what should be
+  int64_t offset_, asked_;  // in `stripes_`: prefetched so far, and due
   const char* stripes_[kStripesAtOnce] = {};
 };
 
-// Collect the stripes of which positions [low, high) are seen, from a multiple of `together` on: what is added up in one
-// product must not depend on where the first of several rows begins to look. Those before the first that is seen are
-// empty; their blocks may have been let go.
+// Collect the stripes with visible positions [low, high), from a multiple of `together` on: the terms of one product
+// must not depend on where the first of several rows begins. Stripes before the first visible one are empty; their
+// blocks may have been freed.
 template <class Kind>
 void collect_stripes(const Shape& shape, const Storage<Kind>& storage, const int32_t* blocks, int kv_head, int low,
                      int high, int together, std::vector<Stripe<Kind>>& stripes) {

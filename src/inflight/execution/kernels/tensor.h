@@ -1,4 +1,4 @@
-// Tensors as the kernels see them: memory of torch's, and how it is read.
+// Views of torch's tensors for the kernels.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +44,7 @@ template <class... Parts>
     if (!(condition)) [[unlikely]] ::inflight::fail(__VA_ARGS__); \
   } while (false)
 
-// What a function of the bridge says.
+// The message of a bridge function.
 inline void check_done(const char* message) { CHECK(!message, message); }
 
 // ------------------------------------------------------------------------------------------------ numbers
@@ -96,7 +96,7 @@ constexpr int64_t kMaxDims = kInflightMaxDims;
 // Of torch.
 extern const InflightTorch* torch;
 
-// Memory that a tensor of torch's has; and that tensor, where the kernels only hand it on.
+// The memory of a torch tensor; and that tensor, where the kernels only pass it on.
 class Memory {
  public:
   Memory() = default;

@@ -21,12 +21,12 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using Items = FunctionRef<void(int64_t)>;
 
-// For so long a thread looks for what it waits for, and then it sleeps. To wake it takes some 50 µs on a virtual machine.
-// Between two steps of a small model there is a millisecond.
+// How long a thread spins before it sleeps. Waking takes some 50 µs on a virtual machine; steps of a small model are a
+// millisecond apart.
 constexpr auto kLookingForWork = std::chrono::microseconds(2000), kLookingForTheEnd = std::chrono::microseconds(200);
-constexpr int kLooksInTurn = 8;  // between two looks at the clock
+constexpr int kLooksInTurn = 8;  // between reads of the clock
 
-// A number that threads can sleep on.
+// A futex.
 class Signal {
  public:
   uint32_t load() const { return number_.load(); }
@@ -55,8 +55,8 @@ bool look_for(std::chrono::microseconds time, const Condition& has_come) {
 
 class Pool {
  public:
-  // Returns false if another caller has the threads. `own`: what this thread does instead of items; those that no thread has
-  // begun when it ends are dropped.
+  // Returns false if another caller has the threads. `own`: this thread's work instead of items; items not begun when
+  // it ends are dropped.
   bool run(int64_t num_items, int64_t num_threads, Items work, const FunctionRef<void()>* own = nullptr) {
     const std::unique_lock lock(user_, std::try_to_lock);
     if (!lock.owns_lock()) return false;
@@ -83,7 +83,7 @@ class Pool {
   static bool is_inside() { return is_inside_; }
 
  private:
-  // A thread that comes too late for one job may find itself at work for the next: what it has claimed holds that open.
+  // A thread late for one job may already work for the next: its claim keeps that open.
   void help() {
     uint32_t num_done = 0;
     for (int64_t left; num_unclaimed_.load() > 0 && (left = num_unclaimed_.fetch_sub(1)) > 0; ++num_done)
@@ -150,7 +150,7 @@ class Pool {
 };
 
 Pool& pool() {
-  static Pool& pool = *new Pool;  // never deleted: its threads may outlive what is static
+  static Pool& pool = *new Pool;  // never deleted: its threads may outlive statics
   return pool;
 }
 

@@ -1,9 +1,7 @@
-// The threads that compute.
-//
-// Torch's (OpenMP's) wait for each other at the end of each piece of work, also for those that came too late to do any of
-// it: where another process has a core, all wait until it is given back. No thread of ours waits for one that has not
-// begun something; the others do it. But both kinds look for work for a while before they sleep, each on cores that the
-// other wants. So ours serve steps in which torch's have nothing to do.
+// The compute threads. Torch's (OpenMP's) threads wait for each other at the end of each parallel region, even for
+// threads that did no work: if another process has a core, all wait for it. Our threads never wait for one that has not
+// begun an item; the others do its work. But both kinds spin before they sleep, on cores that the other needs. So ours
+// serve steps in which torch's have nothing to do.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +11,7 @@
 
 namespace inflight {
 
-// A function of a caller's, which outlives the call that it is given to.
+// A reference to a caller's function, which outlives the call.
 template <class Signature>
 class FunctionRef;
 
@@ -31,10 +29,10 @@ class FunctionRef<void(Arguments...)> {
   void (*call_)(const void*, Arguments...);
 };
 
-// Of those that compute.
+// Number of compute threads.
 int64_t thread_count();
 
-// For a thread that spins: leaves the core's other thread more of it meanwhile.
+// For spinning: yields to the core's sibling thread.
 inline void rest() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -56,16 +54,16 @@ class Range {
   void* range_;
 };
 
-// How many threads of ours run what this thread calls from now on; 0: torch's do.
+// The number of our threads for this thread's next calls; 0: torch's threads.
 void use_own_threads(int64_t number);
 bool uses_own_threads();
 
-// Calls `work(item)` once for each item, on this thread and on `num_threads - 1` others, whichever are free; these are kept
-// until a call names another number. Runs all items here if that would be work within work, or if another caller has the
-// other threads. Throws the first exception of an item, when all have ended.
+// Calls `work(item)` once for each item, on this thread and on up to `num_threads - 1` free ones, which persist until a
+// call names another number. Runs all items here if nested, or if another caller has the threads. Throws the first
+// exception of an item, after all have ended.
 void run_items(int64_t num_items, int64_t num_threads, FunctionRef<void(int64_t)> work);
 
-// Calls `work()` here, and meanwhile `help(number)`, on threads that are free, with numbers from 0 to `num_threads - 2`.
+// Calls `work()` here, and meanwhile `help(number)` on free threads, with numbers from 0 to `num_threads - 2`.
 void run_helped(int64_t num_threads, FunctionRef<void()> work, FunctionRef<void(int64_t)> help);
 
 }  // namespace inflight

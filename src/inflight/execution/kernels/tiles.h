@@ -1,6 +1,5 @@
-// A CPU's matrix unit (AMX): rows of operands times a panel, sixteen rows and sixteen operands of four bytes at a time.
-//
-// A panel already lies as the unit needs it: sixteen operands of sixteen outputs are one of its tiles.
+// The CPU's matrix unit (AMX): rows of operands times a panel, sixteen rows and sixteen operands of four bytes at a
+// time. A panel already has the unit's layout: sixteen operands of sixteen outputs are one tile.
 #pragma once
 
 #include "matrix_unit.h"
@@ -55,7 +54,7 @@ class TiledRows {
     return (row / kGroupRows * num_tiles_ + tile) * kGroupRows * kTileRowBytes;
   }
 
-  // This thread's memory from the last time: fresh pages would cost as much as the copy.
+  // This thread's reused memory: fresh pages would cost as much as the copy.
   static AlignedVector<char>& spare() {
     thread_local AlignedVector<char> bytes;
     return bytes;
@@ -65,7 +64,7 @@ class TiledRows {
   AlignedVector<char> bytes_;
 };
 
-// One thread's unit, as long as this object lives.
+// One thread's unit, configured while this object lives.
 class MatrixUnit {
  public:
   ~MatrixUnit() { _tile_release(); }
@@ -155,7 +154,7 @@ void add_part(MatrixUnit& unit, const TiledRows& rows, int64_t first_row, int64_
   }
 }
 
-// Sums of rows with a panel that comes in parts: each stays in the L1 cache while all rows go through it.
+// Sums of rows with a panel in parts: each part stays in the L1 cache while all rows use it.
 template <class Sum>
 struct TileSums {
   static constexpr int64_t kMaxRows = 256, kRowsHeld = kGroupRows;  // rows whose sums stay in the unit from part to part

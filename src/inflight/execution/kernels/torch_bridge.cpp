@@ -1,5 +1,5 @@
-// All that knows torch: our operators become torch's, and what the kernels need of torch they get here (bridge.h). This is
-// built for a version of torch, and for no CPU in particular.
+// The only code that depends on torch: registers our operators, and implements the kernels' imports (bridge.h). Built
+// for a version of torch, and for any CPU.
 #include "bridge.h"
 
 #include <ATen/EmptyTensor.h>
@@ -16,7 +16,7 @@
 #include <string>
 #include <vector>
 
-// MKL's, in a torch that has it, which wakes torch's threads even for two hundred cosines.
+// MKL's, if torch has it: it wakes torch's threads even for two hundred cosines.
 extern "C" [[gnu::weak]] int MKL_Set_Num_Threads_Local(int number);
 
 namespace inflight {
@@ -28,7 +28,7 @@ static_assert(int(at::kByte) == 0 && int(at::kChar) == 1 && int(at::kShort) == 2
               int(at::kLong) == 4 && int(at::kHalf) == 5 && int(at::kFloat) == 6 && int(at::kDouble) == 7 &&
               int(at::kBool) == 11 && int(at::kBFloat16) == 15);
 
-// What `function` throws, as a message.
+// Runs `function`, and returns its exception as a message.
 template <class Function>
 const char* attempt(const Function& function) {
   thread_local std::string message;
@@ -132,8 +132,8 @@ const char* view(const InflightTensor* tensor, InflightTensor* made) {
 
 // ------------------------------------------------------------------------------------------------ threads, profiles
 
-// While there is one, torch's operators run on the calling thread alone: to wake torch's others takes longer than what
-// small operators do, and then they look for more work for a while, on cores that the kernels' want.
+// While one exists, torch's operators run on the calling thread alone: waking torch's threads takes longer than small
+// operators, and then they spin on cores that the kernels need.
 class TorchAlone {
  public:
   TorchAlone() : omp_(omp_get_max_threads()), mkl_(MKL_Set_Num_Threads_Local ? MKL_Set_Num_Threads_Local(1) : 0) {
@@ -392,7 +392,8 @@ constexpr InflightTorch kTorch{retain,     release,      is_shared,   empty,    
 }  // namespace
 }  // namespace inflight
 
-// Makes torch's operators of a library's, for ever. `connect` is its `inflight_kernels`. Returns a message, or null.
+// Registers a library's operators with torch, permanently. `connect` is its `inflight_kernels`. Returns a message, or
+// null.
 extern "C" __attribute__((visibility("default"))) const char* inflight_bridge(InflightConnect* connect) {
   using namespace inflight;
   return attempt([&] {

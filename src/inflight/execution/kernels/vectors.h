@@ -76,7 +76,7 @@ inline void store_bytes(Ints values, int8_t* to) {
 
 inline Floats broadcast(float value) { return value - Floats{}; }
 
-// So that GCC does not read it from memory again for every product.
+// Keeps GCC from rereading it from memory for every product.
 template <class Vector>
 inline void keep_in_register(Vector& vector) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
@@ -156,7 +156,7 @@ inline float max_of_lanes(Floats v) {
 #endif
 }
 
-// `x` rounded to whole numbers, as long as its size is below 2^22.
+// `x` rounded to an integer, for |x| below 2^22.
 inline Floats rounded(Floats x) {
 #ifdef __AVX512F__
   return (Floats)_mm512_roundscale_ps((__m512)x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);

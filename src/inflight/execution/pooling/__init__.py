@@ -1,2 +1,2 @@
-"""What a model that pools has besides its layers: `states_model` takes it apart into a body, which runs like any other
-model, and a head (`heads`, `poolers`, `dense_files`); `text_pooler` gives the head each text's states."""
+"""Models that pool: `states_model` splits one into a body, which runs like any other model, and a head (`heads`);
+`text_pooler` passes each text's states to the head."""

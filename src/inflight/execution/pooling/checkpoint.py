@@ -1,4 +1,4 @@
-"""`pooling_plan`: whether a checkpoint generates or pools, and how, from its files.
+"""`pooling_plan`: reads from a checkpoint's files whether and how it pools.
 
 `modules.json` decides, as for `sentence-transformers`; without it, the name of the architecture does.
 """
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 CLASSIFIES = "ForSequenceClassification"
 EMBEDS = ("Model", "EncoderModel", "ForMaskedLM", "ForPreTraining")
-"""How the names of architectures end that do not generate."""
+"""Name endings of architectures that do not generate."""
 LEGACY_MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -34,16 +34,16 @@ LEGACY_MODES = {
     "pooling_mode_lasttoken": "lasttoken",
 }
 GGUF_MODES = {1: "mean", 2: "cls", 3: "lasttoken"}
-"""What the numbers of `pooling_type` mean, in llama.cpp."""
+"""The values of `pooling_type` in llama.cpp."""
 LIMIT_OF_TOKENIZERS = 2**20
-"""A tokenizer that names a longer text than this names no limit."""
+"""A tokenizer's limit above this is none."""
 
 
 def pooling_plan(
     source: str | os.PathLike[str] | PreTrainedModel, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> PoolingPlan | None:
-    """How a model pools; None: it generates. Raises `ModelError` if its files ask for something that we do not know, or
-    if it cannot do what the `task` asks for.
+    """A model's pooling plan; None: it generates. Raises `ModelError` if its files have unsupported settings, or it
+    cannot do the `task`.
 
     Args:
         source: a folder, a hub id, or a loaded model.
@@ -55,7 +55,7 @@ def pooling_plan(
     if (gguf := find_gguf(source, config.revision)) is not None:
         header = GgufHeader.read(gguf)
         mode = GGUF_MODES.get(header.metadata.get(f"{header.architecture}.pooling_type", 0))
-        if config.task == "auto" and mode is None:  # said first, because reading its configuration takes long
+        if config.task == "auto" and mode is None:  # first, because reading its configuration is slow
             return None
         return _plan_of_gguf(mode, read_config(source, config), config, tokenizer)
     model_config = read_config(source, config)
@@ -69,7 +69,7 @@ def pooling_plan(
 def _plan_of_gguf(
     mode: str | None, model_config: PreTrainedConfig, config: EngineConfig, tokenizer: PreTrainedTokenizerBase | None
 ) -> PoolingPlan | None:
-    """How the model of a GGUF file pools: by the `mode` that it names, with vectors of length 1, as in llama.cpp."""
+    """The pooling plan of a GGUF file: its `mode`, with normalised vectors, as in llama.cpp."""
     if config.task == "classify":
         raise ModelError("task is 'classify'; a GGUF file has no head for that")
     wanted = config.replace(task="embed") if config.task == "auto" else config
@@ -150,7 +150,7 @@ def _generates(architecture: str) -> bool:
 
 
 def _embedding_plan(plan: PoolingPlan, files: _Files, modules: Any) -> PoolingPlan:
-    """What the files of `sentence-transformers` say, on top of `plan`."""
+    """Extend `plan` by the files of `sentence-transformers`."""
     modes: tuple[str, ...] | None = None
     includes_prompt, layers = True, []
     for module in modules:
@@ -165,7 +165,7 @@ def _embedding_plan(plan: PoolingPlan, files: _Files, modules: Any) -> PoolingPl
             layers.append(path)
         elif kind == "Normalize":
             layers.append(NORMALIZE)
-        elif kind != "Dropout":  # which does nothing but in training
+        elif kind != "Dropout":  # which has an effect only in training
             raise ModelError(f"modules.json has a module of type {kind!r}, which inflight does not know")
     if modes is None:
         raise ModelError("modules.json has no Pooling; only embeddings of whole texts are supported")
@@ -193,8 +193,7 @@ def _modes(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _activation(config: PreTrainedConfig, num_labels: int) -> Any:
-    """What the numbers of a classification go through: as a `CrossEncoder`'s configuration says, else as in the
-    pipelines of `transformers`."""
+    """A classification's activation: from a `CrossEncoder`'s configuration, else as in `transformers`' pipelines."""
     named = (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
     named = named or getattr(config, "sbert_ce_default_activation_function", None)
     if named is not None:

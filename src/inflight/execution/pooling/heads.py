@@ -1,7 +1,7 @@
-"""Heads: what comes after a model's body, one text at a time, so that a text's bits do not depend on others.
+"""Heads: applied to the body's states one text at a time, so that a text's bits do not depend on others.
 
-An embedding's head is what `sentence-transformers` has in the checkpoint's folders. A classification's is the model's
-own code, which is given the hidden states that the packed row has computed in place of its body.
+An embedding's head comes from `sentence-transformers`' folders in the checkpoint. A classification's is the model's own
+code, run on the packed row's hidden states in place of its body.
 """
 
 import json
@@ -90,7 +90,7 @@ class Head(Protocol):
 
 
 class EmbeddingHead:
-    """Pooling, and the layers that follow it.
+    """Pooling and the layers after it.
 
     Args:
         dense: the layers of the plan that are not `NORMALIZE`, by their folders.
@@ -146,8 +146,7 @@ def _activation(name: str) -> nn.Module:
 
 
 class AnswerHead:
-    """How much likelier a causal language model finds one token than another after a text: the difference of their
-    logits.
+    """The difference of two tokens' logits after a text.
 
     Args:
         weight: of the model's head, `[V, H]`.
@@ -164,10 +163,10 @@ class AnswerHead:
 
 
 class ClassificationHead:
-    """The model's own head, run by the model's own code.
+    """The model's own head and code.
 
     Args:
-        model: with a classification head; its body is taken out of it.
+        model: with a classification head; its body is removed.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -184,7 +183,7 @@ class ClassificationHead:
 
 
 class _GivenStates(nn.Module):
-    """Stands in for a model's body, and gives states `[1, L, H]` that are known already."""
+    """Replaces a model's body; returns given states `[1, L, H]`."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()

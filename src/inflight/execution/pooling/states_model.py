@@ -1,5 +1,5 @@
-"""A model's body as a model whose logits are its last hidden states, so that all that proves, prepares and runs models
-does so with bodies; and its head."""
+"""Splits a model into its head and its body, as a model whose logits are its last hidden states, so that bodies are
+proved, prepared and run like other models."""
 
 from dataclasses import replace
 from functools import lru_cache, wraps
@@ -28,17 +28,17 @@ from inflight.execution.pooling.heads import (
 
 CHECKED_LENGTH = 9
 TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-4, 3e-2
-"""What rounding may change about a head's numbers, relative to their size, in float32 and in other dtypes."""
+"""Tolerance of a head's relative rounding error, in float32 and in other dtypes."""
 
 
 class PoolingParts(NamedTuple):
-    """A model that was taken apart.
+    """A split model.
 
     Attributes:
         name: of its class.
-        body: all but its head; its `logits` are its last hidden states `[1, T, H]`.
-        head: makes a text's numbers of them.
-        plan: with what the head showed.
+        body: without the head; its `logits` are its last hidden states `[1, T, H]`.
+        head: computes a text's numbers from them.
+        plan: completed by the head.
     """
 
     name: str
@@ -48,14 +48,14 @@ class PoolingParts(NamedTuple):
 
 
 def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **options: Any) -> PoolingParts:
-    """Load a model that pools, and take it apart.
+    """Load a model that pools, and split it.
 
     Args:
         options: of `load_model`.
 
     Raises:
-        ModelError: it cannot be loaded, its head gives other numbers than the whole model, or `config` asks for what
-            only models that generate have.
+        ModelError: it cannot be loaded, its head deviates from the whole model, or `config` has options for generation
+            only.
     """
     Features(pools=True).require_all(config.asked_features())
     check_modes(plan.modes)
@@ -65,7 +65,7 @@ def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **o
     spare = ("pooler.",) if plan.task == "embed" else ()
     model = load_model(source, config, auto_class=auto_class, spare=spare, **options)
     if plan.task == "embed":
-        model = model.base_model  # a caller's model, or one of a few bits, has a head of its own
+        model = model.base_model  # a caller's model, or a quantized one, has its own head
     name, body = type(model).__name__, model.base_model
     if plan.answers is not None:
         head: Head = AnswerHead(model.get_output_embeddings().weight, plan.answers)
@@ -86,8 +86,8 @@ def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **o
 
 
 def give_states(body: PreTrainedModel) -> None:
-    """Let a body's forward pass return its last hidden states as `logits`; and take a token's type with its position
-    (`TYPE_SHIFT`), if its class has types."""
+    """Make a body's forward pass return its last hidden states as `logits`; and, if its class has token types, take
+    them with positions (`TYPE_SHIFT`)."""
     has_types = getattr(body.config, "type_vocab_size", None) is not None  # GPT-2 takes some, and has none of its own
     own: Any = type(body)
     body.__class__ = _states_class(own, has_types and "token_type_ids" in forward_parameters(body))
@@ -114,7 +114,7 @@ def _states_class(own: Any, takes_types: bool) -> type[PreTrainedModel]:
 
 @torch.inference_mode()
 def _what_shows(head: Head, width: int, dtype: torch.dtype) -> tuple[bool, int]:
-    """Whether a head gives the same for a text's last token as for all of it; and how many numbers."""
+    """Whether a head needs only a text's last token; and its number of outputs."""
     generator = torch.Generator().manual_seed(0)
     for length in (CHECKED_LENGTH, CHECKED_LENGTH + 5):
         states, text = torch.randn(length, width, generator=generator).to(dtype), PooledText([1] * length)
@@ -126,8 +126,8 @@ def _what_shows(head: Head, width: int, dtype: torch.dtype) -> tuple[bool, int]:
 
 @torch.inference_mode()
 def _classification_head(model: PreTrainedModel) -> Head:
-    """A model's own head, which is taken out of it. Raises `ModelError` unless it gives, for the states of the model's
-    body, the numbers of the whole model."""
+    """Extract a model's own head. Raises `ModelError` unless it gives, for the body's states, the numbers of the whole
+    model."""
     states: list[torch.Tensor] = []
     generator = torch.Generator().manual_seed(0)
     num_ids = model.get_input_embeddings().weight.shape[0]
@@ -153,5 +153,5 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _error(given: torch.Tensor, expected: torch.Tensor) -> float:
-    """How much numbers differ from others, relative to these."""
+    """The relative difference of numbers."""
     return float((given - expected).norm() / expected.norm().clamp_min(1e-6))

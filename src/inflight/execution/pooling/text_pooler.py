@@ -1,4 +1,4 @@
-"""`TextPooler`: gives a model's head the hidden states of each text that a step has completed."""
+"""`TextPooler`: passes the hidden states of completed texts to the head."""
 
 from array import array
 from dataclasses import replace
@@ -14,14 +14,14 @@ from inflight.execution.ragged_batch import RaggedBatch, to_device
 
 
 class TextPooler:
-    """What comes after a body, in place of choosing tokens: one text at a time, so that its bits depend on no other."""
+    """Replaces sampling for a body: pools one text at a time, so that its bits depend on no other."""
 
     def __init__(self, head: Head, plan: PoolingPlan) -> None:
         self._head, self._plan = head, plan
         self._texts: dict[int, PooledText] = {}  # by slot
 
     def take(self, plan: StepPlan) -> None:
-        """Take in which texts have left their slots and moved into some."""
+        """Track slot releases and assignments."""
         for slot in plan.released_slots:
             self._texts.pop(slot, None)
         for assignment in plan.assignments:
@@ -29,7 +29,7 @@ class TextPooler:
             self._texts[assignment.slot] = assignment.text
 
     def with_types(self, batch: RaggedBatch) -> RaggedBatch:
-        """A step whose tokens have their types."""
+        """Add token types to a step."""
         if all(self._texts[span.slot].token_types is None for span in batch.spans):
             return batch
         types = [self._types(span) for span in batch.spans]
@@ -45,11 +45,11 @@ class TextPooler:
         """The numbers of each text whose last token has run.
 
         Args:
-            states: `[R, H]` of the rows that the step asked for.
+            states: `[R, H]` of the step's logit rows.
         """
         rows = states.split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
         num_threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # what a head does with a text is too little work to wait for others
+        torch.set_num_threads(1)  # a head's work is too small for several threads
         try:
             return [self._of_span(span, own) for span, own in zip(batch.spans, rows, strict=True)]
         finally:

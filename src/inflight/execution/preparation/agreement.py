@@ -1,4 +1,4 @@
-"""When two ways of running a model agree: relative errors, and how large rounding may make them."""
+"""Compares two ways of running a model: relative errors, and the tolerance for rounding."""
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from inflight.contracts.errors import ModelError
 
 
 class NotFiniteError(ModelError):
-    """A model whose logits are not finite even when it runs alone: no other way of running it would help."""
+    """The model's logits are not finite even when it runs alone, so no executor would help."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(
@@ -21,7 +21,7 @@ class NotFiniteError(ModelError):
 
 
 class PrepackingError(RuntimeError):
-    """A model that does not give its plain results once it is prepacked, which cannot be undone."""
+    """The model deviates from the reference after prepacking, which cannot be undone."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__(f"the weights of {type(model).__name__} could not be prepacked")
@@ -29,7 +29,7 @@ class PrepackingError(RuntimeError):
 
 @contextmanager
 def as_model_error(words: str) -> Iterator[None]:
-    """Inside, every error that is no `ModelError` becomes one, with these words before its own."""
+    """A context that turns other errors into `ModelError`s with this prefix."""
     try:
         yield
     except ModelError:
@@ -40,12 +40,12 @@ def as_model_error(words: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Tolerance:
-    """The largest relative errors that rounding explains.
+    """The largest relative errors due to rounding.
 
     Attributes:
-        attention: of the output of an attention module.
+        attention: of an attention module's output.
         logits: of the logits, given the plain attention outputs.
-        isolation: of the logits, when a neighbour in the row has other tokens.
+        isolation: of the logits, when a neighbour in the row changes.
     """
 
     attention: float
@@ -53,14 +53,14 @@ class Tolerance:
     isolation: float
 
     def allows(self, attention: float, logits: float) -> bool:
-        """Whether these errors are no larger; NaN is."""
+        """Whether these errors exceed the tolerance nowhere; NaN exceeds it."""
         return attention <= self.attention and logits <= self.logits
 
     def with_noise(self, attention: float, logits: float) -> "Tolerance":
-        """What rounding explains in a model that amplifies it, but never more than in low precision.
+        """The tolerance for a model that amplifies rounding, at most that of low precision.
 
         Args:
-            attention, logits: what one more rounding changes about them, as relative errors.
+            attention, logits: the relative errors caused by one more rounding.
         """
         return replace(
             self,
@@ -70,21 +70,19 @@ class Tolerance:
 
 
 NOISE_MARGIN = 20
-"""A model rounds in every layer: its results may differ by this many times what one rounding changes about them."""
+"""Results may differ by this multiple of the effect of one rounding, since a model rounds in every layer."""
 FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_IN_PARTS = Tolerance(attention=1e-1, logits=1e-1, isolation=1e-3)
-"""For a model in low precision of which several ranks have a part each: each part of a sum is rounded. (Measured: up to
-8e-3 and 1.2e-2.)"""
+"""For a sharded model in low precision: each partial sum is rounded. (Measured: up to 8e-3 and 1.2e-2.)"""
 ROUNDED_ANEW = Tolerance(attention=0.5, logits=0.5, isolation=1e-3)
-"""For a model that was proved and then prepacked. In low precision prepacked layers round differently, and a sharp
-softmax or a router amplifies that, so only a mistake can be found, which changes everything. (Results that have nothing
-to do with the right ones have an error of 1.4, and no results at all one of 1.)"""
+"""For a proved, then prepacked model. In low precision prepacked layers round differently, and a sharp softmax or a
+router amplifies that, so only gross mistakes can be found. (Unrelated results have an error of 1.4, zeros one of 1.)"""
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference of two tensors `[…, n]`, of any dtypes, relative to how much the expected rows
-    vary."""
+    """The norm of the difference of two tensors `[…, n]`, of any dtypes, relative to the variation of the expected
+    rows."""
     expected = expected.float()
     spread = (expected - expected.mean(dim=-1, keepdim=True)).norm()
     return float((actual.float() - expected).norm() / spread.clamp_min(1e-30))
@@ -98,7 +96,7 @@ def rounded_again(states: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def embeddings_rounded_again(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, a model's embeddings are `rounded_again`."""
+    """A context in which a model's embeddings are `rounded_again`."""
     hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: rounded_again(output))
     try:
         yield
@@ -112,6 +110,6 @@ def worst(errors: Iterable[float]) -> float:
 
 
 def precision_of(model: PreTrainedModel) -> Tolerance:
-    """The tolerance for the arithmetic that a model runs in (TF32 counts as low precision)."""
+    """The tolerance for a model's arithmetic (TF32 counts as low precision)."""
     tensor_float = model.device.type == "cuda" and torch.get_float32_matmul_precision() != "highest"
     return FULL_PRECISION if model.dtype in (torch.float32, torch.float64) and not tensor_float else LOW_PRECISION

@@ -1,6 +1,6 @@
-"""Watching attention: which calls a forward pass makes, and what the modules that make them return.
+"""Observes attention: the calls of a forward pass, and the outputs of the calling modules.
 
-No class is known by its name.
+No model class is special-cased.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,8 +30,8 @@ def find_attention_calls(
     that make these calls, each once.
 
     Raises:
-        ModelError: no packed row can replace the calls: there are none, or they come with a mask, a position bias, or
-            other keys than those of the row.
+        ModelError: a packed row cannot replace the calls: there are none, or they have a mask, a position bias, or keys
+            from outside the row.
     """
     specs: list[AttentionSpec] = []
     modules: list[nn.Module] = []
@@ -77,7 +77,7 @@ def _attention_spec(
         value_head_size=value.shape[-1],
         scale=float(scale) if scale is not None else float(key.shape[-1] ** -0.5),
         window=kwargs.get("sliding_window"),
-        # Llama 4 tells its chunks only to the mask that it would make for itself.
+        # Llama 4 passes its chunks only to its own mask.
         chunk=config.attention_chunk_size if layer_type == "chunked_attention" else None,
         softcap=kwargs.get("softcap"),
         has_sinks=attention_sinks(module, kwargs) is not None,
@@ -85,10 +85,10 @@ def _attention_spec(
 
 
 class PlainAttention:
-    """What attention modules are given and return while prompts run plainly, to compare a packed row's with.
+    """Inputs and outputs of attention modules in the reference run, for comparison with a packed row's.
 
-    In the row each module is given the plain states, and its output is replaced by the plain one before it goes on: so
-    rounding does not add up from layer to layer, and no router chooses otherwise.
+    In the row each module gets the reference states, and its output is replaced by the reference's: so rounding does
+    not accumulate over layers, and no router chooses otherwise.
 
     Args:
         modules: those that call attention.
@@ -100,7 +100,8 @@ class PlainAttention:
 
     @contextmanager
     def recording(self, num_prompts: int) -> Iterator[None]:
-        """Inside, the model runs this number of prompts plainly, in one forward pass or one by one."""
+        """A context in which the model runs this number of prompts as the reference, in one forward pass or one by
+        one."""
         seen: list[tuple[Tensor | None, Tensor]] = []
 
         def observe(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -122,11 +123,11 @@ class PlainAttention:
 
     @contextmanager
     def in_row(self, pieces: Sequence[tuple[int, int, int]], rounds_again: bool = False) -> Iterator[list[Tensor]]:
-        """Inside, the model runs one row of these pieces of the prompts, each as (prompt, start, end). Yields what the
-        modules return, `[1, T, …]`, in the order of their calls.
+        """A context in which the model runs one row of these pieces of the prompts, each as (prompt, start, end).
+        Yields the modules' outputs, `[1, T, …]`, in call order.
 
         Args:
-            rounds_again: whether the states that they are given are rounded once more.
+            rounds_again: whether the reference states are rounded once more.
         """
         seen: list[Tensor] = []
 
@@ -168,5 +169,5 @@ def _first(output: Any) -> Tensor:
 
 
 def num_embeddings(model: PreTrainedModel) -> int:
-    """How many token ids can be fed: the rows of the input embedding."""
+    """Number of input token ids: the rows of the embedding."""
     return int(model.get_input_embeddings().weight.shape[0])

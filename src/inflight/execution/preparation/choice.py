@@ -1,6 +1,6 @@
-"""Chooses a model's executor: the first of packed, rows and sequential that is proved to give the plain results.
+"""Chooses a model's executor: the first of packed, rows and sequential that is proved to match the reference.
 
-Decides what to prove this on, and what the model itself has to show when its proxy was proved.
+Decides whether to prove it on the model or a proxy, and what to check on the model after a proof on its proxy.
 """
 
 import logging
@@ -49,26 +49,26 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 LARGE = 300_000_000
-"""A model of more parameters is not proved itself: that would take longer than a proof on its proxy."""
+"""A model of more parameters is proved on its proxy, which is faster."""
 PACKED = RunMode("packed")
 ITSELF, PROXY = "the model itself", "a float32 proxy"
-"""What a way can be proved on, in the words of `model_info`."""
+"""Subjects of a proof, in the words of `model_info`."""
 EARLIER = ", at an earlier load"
 """Follows these words."""
 
 MakeExecutor: TypeAlias = Callable[[int, int], Executor]
-"""Makes an executor for a block size and a number of slots."""
+"""Makes an executor from a block size and a number of slots."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChosenExecutor:
-    """The executor that was chosen for a model.
+    """The chosen executor of a model.
 
     Attributes:
-        make_executor: makes the executor, with a cache that is not allocated yet.
-        attention_backend: the name of what computes attention.
-        result: why this one.
-        proved_on: what it was proved on, in words.
+        make_executor: makes the executor, with an unallocated cache.
+        attention_backend: the name of the attention backend.
+        result: the proof.
+        proved_on: the subject of the proof, in words.
     """
 
     make_executor: MakeExecutor
@@ -80,13 +80,13 @@ class ChosenExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What was found out about a model, as plain data for the next load of its files.
+    """What preparation found, as plain data for the next load of the same files.
 
     Attributes:
         result, proved_on, report: as in `ChosenExecutor`.
-        program: its graph, compiled; None: every step runs in Python.
-        why_not_traced: why; None: it is traced, or was not to be.
-        step: a digest of the bits that it gives for a few tokens.
+        program: the compiled graph; None: steps run in Python.
+        why_not_traced: why there is none; None: it was traced, or not requested.
+        step: a digest of the bits of its logits for a few tokens.
     """
 
     result: ProofResult
@@ -109,17 +109,17 @@ def choose_executor(
     """Prove one of the executors that `config` allows, and prepare the model for it.
 
     Args:
-        model: ours alone, in evaluation mode, on its device.
-        release: called with each weight as soon as it is prepacked.
-        proof_results: what proxies have shown before; None takes the user's.
-        rank: whose part of the model is to run; None: all of it.
-        known: what an earlier preparation of the same model found: nothing is proved.
-        is_listed: whether its class is one of `transformers`' own, unchanged, as in the census. Such a class is proved
-            on a proxy.
+        model: exclusively ours, in evaluation mode, on its device.
+        release: called with each weight once prepacked.
+        proof_results: cached proof results of proxies; None: the user's cache.
+        rank: the rank whose shard is to run; None: the whole model.
+        known: the result of an earlier preparation of the same model: nothing is proved.
+        is_listed: whether its class is an unchanged one of `transformers`, as in the census. Such a class is proved on
+            a proxy.
 
     Raises:
         ModelError: no executor is exact; with all reasons.
-        PrepackingError: the model is not exact after prepacking, which is a mistake of ours.
+        PrepackingError: the model is not exact after prepacking, which is a bug.
     """
     if model.config.is_encoder_decoder:
         raise ModelError(
@@ -154,17 +154,17 @@ class _Search:
         self._is_listed = is_listed
         self._is_proved_itself = self._is_precise and not self._is_large and not is_listed
         self._reasons: dict[str, str] = {}
-        """For each way that was proved on a proxy but is wrong for the model itself: why."""
+        """Why each way that was proved on a proxy fails on the model itself."""
         self._failed: list[ProofResult] = []
 
     def take(self, known: Preparation) -> ChosenExecutor:
-        """What was chosen for the same model before."""
+        """The earlier choice for the same model."""
         choice = self._prepare(known.result, known.proved_on.removesuffix(EARLIER) + EARLIER, known.report)
         self._tell(known.result, choice)
         return choice
 
     def choose(self) -> ChosenExecutor:
-        """The first of the allowed ones that is exact."""
+        """The first allowed executor that is exact."""
         executors = (
             ["packed", "rows", "sequential"] if self._config.debug.executor == "auto" else [self._config.debug.executor]
         )
@@ -206,7 +206,7 @@ class _Search:
     # --------------------------------------------------------------------------------------- the proof
 
     def _prove(self, executors: Sequence[str], key: str | None) -> tuple[ProofResult, str]:
-        """A proof result, and what it was proved on, in words."""
+        """A proof result and its subject, in words."""
         if self._is_proved_itself:
             return self._first_exact(executors, self._model, self._plain), ITSELF
         cached = None if self._config.debug.verify else self._proof_results.find(key)
@@ -219,13 +219,13 @@ class _Search:
             return self._first_exact(executors, self._model, partial(self._plain, error)), ITSELF
         with _no_tensor_float(proxy.model.device):
             result = self._first_exact(executors, proxy.model, lambda: proxy)
-        if self._is_precise and result.mode.in_one_piece:  # the model itself may allow a better way
+        if self._is_precise and result.mode.in_one_piece:  # the model itself may allow a better executor
             return self._first_exact(executors, self._model, self._plain), ITSELF
         self._proof_results.keep(key, result)
         return result, PROXY
 
     def _plain(self, why_no_twin: ModelError | None = None) -> PlainModel:
-        """The plain model itself, to prove ways on."""
+        """The model itself as the reference."""
         if why_no_twin is not None and not self._is_precise:
             raise why_no_twin
         with as_model_error(f"{type(self._model).__name__} does not run by itself: "):
@@ -237,7 +237,7 @@ class _Search:
         """The first of `executors` that runs `subject` exactly. Raises `ModelError` with all reasons if none does.
 
         Args:
-            plain: computes what the subject gives when it runs alone; only called if needed.
+            plain: computes the reference results of the subject; only called if needed.
         """
         reasons = dict(self._reasons)
         if executors[0] == "packed":
@@ -265,12 +265,11 @@ class _Search:
         return replace(result, why_not_prepacked=self._why_not_to_prepack(result, alone))
 
     def _exact_backend(self, subject: PreTrainedModel) -> MakeBackend:
-        """Make the attention backend that will be used, but over a cache that rounds nothing."""
+        """Make the attention backend that will be used, with an unquantized cache."""
         return partial(make_backend, self._config.debug.attention_backend, subject.device, subject.dtype)
 
     def _why_not_to_prepack(self, result: ProofResult, alone: PlainModel) -> str | None:
-        """Why prepacking would change the model's results, tried on a proxy that is not needed any more; None: it does
-        not."""
+        """Why prepacking changes the model's results, tried on a proxy no longer needed; None: it does not."""
         try:
             proxy = make_proxy(self._model) if alone.model is self._model else alone
             prove_prepacking(result.mode, proxy.as_generated() if result.is_generated else proxy)
@@ -281,7 +280,7 @@ class _Search:
     # --------------------------------------------------------------------------------------- the model itself
 
     def _prepare(self, result: ProofResult, proved_on: str, known: PreparationReport | None = None) -> ChosenExecutor:
-        """Prepare the model. Raises `ModelError` if it does not give its plain results."""
+        """Prepare the model. Raises `ModelError` if it deviates from the reference."""
         model, config, mode = self._model, self._config, result.mode
         is_short = proved_on != ITSELF
         if mode != PACKED:
@@ -329,7 +328,7 @@ def _notes_on_generate(result: ProofResult) -> tuple[str, ...]:
 
 @contextmanager
 def _no_tensor_float(device: torch.device) -> Iterator[None]:
-    """Inside, a GPU computes float32 without TF32. This holds for the whole process: others compute more slowly."""
+    """A context without TF32 on GPUs. It affects the whole process: other threads compute more slowly."""
     if device.type != "cuda":
         yield
         return

@@ -1,4 +1,4 @@
-"""`describe`: what was found out about a model, as `ModelInfo`; decides its sequences' length and its cache's size."""
+"""`describe`: makes a model's `ModelInfo`; decides its context length and cache size."""
 
 from collections import Counter
 
@@ -21,7 +21,7 @@ from inflight.execution.weights.inventory import arithmetic_of, stored_weights
 
 
 def cache_layout(executor: Executor, config: EngineConfig) -> CacheLayout:
-    """How sequences lie in an executor's cache."""
+    """The layout of an executor's cache."""
     return CacheLayout(config.kv_cache.block_size, executor.cache_groups, config.scheduling.max_num_batched_tokens)
 
 
@@ -33,14 +33,14 @@ def describe(
     num_parameters: int,
     checkpoint_dtype: torch.dtype,
 ) -> ModelInfo:
-    """What was found out about `model`, and how it is run.
+    """Describe a prepared model.
 
     Args:
-        num_parameters: how many it had before its weights were prepacked.
-        checkpoint_dtype: what it would run in without being asked for another.
+        num_parameters: the number before prepacking.
+        checkpoint_dtype: the default dtype.
 
     Raises:
-        ModelError: `config` asks for longer sequences or rows than the model runs exactly, or for too little cache.
+        ModelError: `config` wants longer sequences or rows than the model runs exactly, or too small a cache.
     """
     report, layout = choice.report, cache_layout(executor, config)
     max_model_len = _max_model_len(report, config)
@@ -99,7 +99,7 @@ def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:
 
 
 def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: EngineConfig) -> int:
-    """As many blocks as are asked for, else as fit the memory, but no more than all slots at full length need."""
+    """The requested number of blocks, else as many as fit the memory, at most what all slots need at full length."""
     if config.kv_cache.num_blocks is not None:
         return config.kv_cache.num_blocks
     bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)

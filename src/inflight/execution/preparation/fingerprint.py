@@ -1,7 +1,6 @@
-"""The fingerprint of keys and values: of everything that their bits depend on besides tokens.
+"""The fingerprint of keys and values: a digest of everything that their bits depend on besides tokens.
 
-Weights are read whole before anything is done to them. How they are computed with is named (versions, dtypes, kernels),
-and shown: a few tokens run, and the bits that lie in the cache then are part of it.
+It covers all weights as loaded, versions, dtypes and kernels, and the bits in the cache after running a few tokens.
 """
 
 import hashlib
@@ -56,7 +55,7 @@ def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 def fingerprint(
     model: PreTrainedModel, executor: PackedExecutor, config: EngineConfig, num_blocks: int, weights_digest: bytes
 ) -> bytes:
-    """The fingerprint of what an executor keeps, whose cache of `num_blocks` is still unused: 32 bytes."""
+    """The fingerprint of an executor, whose cache of `num_blocks` is still unused: 32 bytes."""
     rows = executor.rows_of_block(0)
     parts = {
         "class": f"{type(model).__module__}.{type(model).__qualname__}",

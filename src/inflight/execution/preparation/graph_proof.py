@@ -1,4 +1,4 @@
-"""Proves that a compiled graph gives the same bits as the model that it was traced from."""
+"""Proves that a compiled graph gives the bits of the traced model."""
 
 import logging
 from array import array
@@ -23,8 +23,8 @@ PROMPT_LENGTH = 10
 
 
 def prove_graph(executor: PackedExecutor, config: EngineConfig, num_blocks: int) -> str | None:
-    """Trace an executor's model, and let it run the compiled graph if that gives the same bits. Its cache is still
-    unused. Returns why it runs eagerly; None: it runs the graph."""
+    """Trace an executor's model, and run its compiled graph if that gives the same bits. Its cache must be unused.
+    Returns why it runs eagerly; None: it runs the graph."""
     in_two = executor.capabilities.chunks_prompts
     batches = list(_batches(executor, config.kv_cache.block_size, num_blocks, in_two=in_two))
     eager = [executor.outputs(batch) for batch in batches]
@@ -48,7 +48,7 @@ def prove_graph(executor: PackedExecutor, config: EngineConfig, num_blocks: int)
 
 @torch.inference_mode()
 def digest_of_step(executor: Executor, block_size: int, num_blocks: int) -> bytes:
-    """A digest of the logits' bits that an executor, whose cache is still unused, gives for a few tokens: 16 bytes."""
+    """A digest of the bits of an executor's logits for a few tokens: 16 bytes. Its cache must be unused."""
     (batch,) = _batches(executor, block_size, num_blocks, in_two=False)
     logits = executor.forward(batch)
     executor.release([0])
@@ -60,9 +60,9 @@ def _are_equal(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) 
 
 
 def _batches(executor: Executor, block_size: int, num_blocks: int, *, in_two: bool) -> Iterator[RaggedBatch]:
-    """A prompt in one step or in two, of which all logits are wanted."""
+    """A prompt in one step or in two, with all logits."""
     needed = min(num_blocks, -(-PROMPT_LENGTH // block_size))
-    # Where there are fewer blocks than that, groups read what others wrote: the same each time, as it has to be.
+    # With fewer blocks, groups read each other's: the same each time, as required.
     tables = [
         array("i", ((group * needed + number) % num_blocks for number in range(needed)))
         for group in range(len(executor.cache_groups))

@@ -1,8 +1,8 @@
 """A compiled graph as plain data, for the next load of the same model.
 
-A program refers to objects of its process: to tensors, and to layers and attention calls by the kernels' handles. They
-are kept by their names in the model, as in an object file, and linked when the program is loaded. What has no name was
-computed from weights alone, and is kept by value.
+A program refers to objects of its process: tensors, and the kernels' handles of layers and attention calls. These are
+stored by their names in the model, as in an object file, and linked on load. Unnamed tensors, computed from weights
+alone, are stored by value.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,7 +22,7 @@ from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.panels import PanelLinear
 
 MAX_KEPT_BYTES = 2**20
-"""Of a tensor that is kept by value."""
+"""Most bytes of a tensor stored by value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +47,10 @@ class KeptTensor:
 
 @dataclass(frozen=True, slots=True)
 class KeptProgram:
-    """An `EncodedProgram` without anything of its process.
+    """An `EncodedProgram` independent of its process.
 
     Attributes:
-        handles: by its place, the name of what each handle stands for.
+        handles: the name of each handle's object, by place.
         caught: dtypes that matrices outside layers were multiplied in; their layers are made when they are first used.
     """
 
@@ -64,7 +64,7 @@ class KeptProgram:
 
 
 def unlinked(executor: PackedExecutor) -> KeptProgram | None:
-    """What an executor runs; None if it runs no program, or one with objects that have no names."""
+    """The program of an executor; None if it runs none, or one with unnamed objects."""
     program = executor.program
     if program is None:
         return None
@@ -83,7 +83,7 @@ def unlinked(executor: PackedExecutor) -> KeptProgram | None:
 
 
 def linked(kept: KeptProgram, executor: PackedExecutor) -> EncodedProgram:
-    """The program for an executor whose model was prepared in the same way. Raises `ModelError` if it was not."""
+    """Link the program to an identically prepared model's executor. Raises `ModelError` if it does not fit."""
     for module in executor.model.modules():
         weight = module._parameters.get("weight")
         if isinstance(weight, CaughtMatrix):
@@ -103,7 +103,7 @@ def linked(kept: KeptProgram, executor: PackedExecutor) -> EncodedProgram:
 
 
 def _handles(executor: PackedExecutor, parts: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
-    """The kind and the kernels' number of everything that has one, by name."""
+    """Kind and kernels' handle of every object that has one, by name."""
     handles = {f"call {ordinal}": ("call", number) for ordinal, number in enumerate(executor.attention_calls)}
     if isinstance(executor.adapters, Adapters):
         handles["step"] = "step", executor.adapters.layers.step
@@ -142,8 +142,7 @@ def _dtype(name: str) -> torch.dtype:
 
 
 def _parts(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """All tensors of a model and all objects of ours in it, by their places: the same for models that were prepared in
-    the same way."""
+    """All tensors of a model and our objects in it, by name: the same for identically prepared models."""
     seen: set[int] = set()
 
     def walk(name: str, value: Any) -> Iterator[tuple[str, Any]]:

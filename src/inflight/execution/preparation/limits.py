@@ -1,8 +1,8 @@
-"""Limits that a short proof cannot see: what a configuration says about long sequences.
+"""Limits that a short proof cannot find: a configuration's behaviour on long sequences.
 
 Windows, chunks and LongRoPE's length come from the configuration or from what the model tells attention, and are proved
-by the exactness suite, not at load. Where a mechanism begins later and cannot be carried over (Llama 4's temperature
-tuning by position in the row), sequences are limited to where it begins.
+by the exactness suite, not at load. If a mechanism begins at some length and cannot be reproduced (Llama 4's
+temperature tuning by position in the row), sequences are limited to that length.
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.longrope import longrope_length
 
 UNNAMED_LIMIT = 32_768
-"""The longest sequence, in tokens, of a model that names no limit and does its own attention."""
+"""The longest sequence, in tokens, of a model without a limit that does its own attention."""
 
 
 def packed_limit(model: PreTrainedModel, specs: Sequence[AttentionSpec]) -> tuple[int, list[str]]:
-    """The longest sequence, in tokens, that is exact in a packed row, and notes that say why if this is less than the
-    model's own limit. Raises `ModelError` if the model makes its sliding window by a mask and does not tell attention.
+    """The longest sequence, in tokens, that is exact in a packed row, with notes if this is less than the model's
+    limit. Raises `ModelError` if the model implements its sliding window by a mask only.
 
     Args:
         specs: of the model's attention calls.
@@ -67,8 +67,8 @@ def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
 
 
 def depends_on_row(config: PreTrainedConfig) -> str | None:
-    """Why the model's results depend on a token's place in the row or on the longest sequence of a batch; None: as far
-    as is known, they do not."""
+    """Why the model's results depend on a token's place in the row or on the longest sequence of a batch; None: not
+    known to."""
     if longrope_length(config) is not None:
         return "its position embeddings depend on the longest sequence of a batch (LongRoPE)"
     if "chunked_attention" in (getattr(config, "layer_types", None) or ()):

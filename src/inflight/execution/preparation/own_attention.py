@@ -1,10 +1,10 @@
-"""The ways that leave attention to the model (rows, sequential, recomputed): finds one that is exact, and prepares the
+"""Executors that leave attention to the model (rows, sequential, recomputed): finds an exact one, and prepares the
 model for it.
 
-If a model with a cache gives other logits than in one forward pass, those that `model.generate` sees count as right.
-Mamba 2 is such a model: its time steps are clamped in a prompt, but not token by token. Such a model computes prompts
-whole, and after a preemption, when its tokens are recomputed as a prompt, it may continue differently. RoBERTa's
-`generate` counts positions from elsewhere than one forward pass; a note says so.
+If a model's logits with a cache differ from one forward pass, those that `model.generate` sees are the reference. Mamba
+2 is such a model: its time steps are clamped in a prompt, but not token by token. Such a model computes prompts whole,
+and after a preemption, when its tokens are recomputed as a prompt, it may continue differently. RoBERTa's `generate`
+counts positions from elsewhere than one forward pass; a note says so.
 
 Deep state spaces amplify any rounding, so 20 times what rounding the embeddings once more changes is allowed. The
 prompts contain the padding token, which must be a token like any other.
@@ -49,9 +49,9 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 MISTAKEN = 0.7
 """A relative error of logits that shows a mistake, unless rounding alone can be as large: then it shows nothing."""
 ROUNDED = 0.2
-"""The relative error of logits that is allowed in low precision. It finds mistakes only; the proof is on a proxy."""
+"""The allowed relative error of logits in low precision. It finds gross mistakes only; the proof is on a proxy."""
 PREPACKING_RUN_LENGTH = 12
-"""Tokens of the forward pass that shows which linear layers can run as one."""
+"""Tokens of the forward pass that finds linear layers to fuse."""
 
 RUN_MODES = {
     "rows": (RunMode("rows", pads=True), RunMode("rows"), RunMode("rows", in_one_piece=True)),
@@ -61,7 +61,7 @@ RECOMPUTED = RunMode("sequential", in_one_piece=True, uses_cache=False)
 
 
 def make_executor(mode: RunMode, model: PreTrainedModel, block_size: int, num_slots: int) -> Executor:
-    """The executor that runs `model` this way. Raises `ModelError` if it cannot handle the model's cache."""
+    """Make the executor of a mode. Raises `ModelError` if it cannot handle the model's cache."""
     if mode.executor == "rows":
         return RowsExecutor(model, block_size, num_slots, in_one_piece=mode.in_one_piece, pads=mode.pads)
     return SequentialExecutor(model, in_one_piece=mode.in_one_piece, uses_cache=mode.uses_cache)
@@ -73,15 +73,15 @@ def make_executor(mode: RunMode, model: PreTrainedModel, block_size: int, num_sl
 def find_mode(
     plain: PlainModel, executors: Sequence[str], others: Mapping[str, str], failed: Sequence[ProofResult] = ()
 ) -> ProofResult:
-    """The first way that is exact, in the order of `executors`.
+    """The first exact mode, in the order of `executors`.
 
     Args:
-        plain: a model in full precision to prove the ways on, with its effect.
-        others: why executors that were tried before are not exact, by name.
-        failed: proof results that turned out to be wrong for the model itself.
+        plain: the reference in full precision, with its effect.
+        others: why executors tried before are not exact, by name.
+        failed: proof results that turned out wrong for the model itself.
 
     Raises:
-        ModelError: no way is exact; with all reasons.
+        ModelError: no mode is exact; with all reasons.
     """
     reasons = dict(others)
     not_again = {(result.mode, result.is_generated) for result in failed}
@@ -102,7 +102,7 @@ def find_mode(
 
 
 def _first_as_generated(plain: PlainModel, modes: Sequence[RunMode], others: Mapping[str, str]) -> ProofResult:
-    """The first of `ways` that gives what `model.generate` sees."""
+    """The first mode that matches what `model.generate` sees."""
     generated = plain.as_generated()
     difference = max(map(relative_error, generated.logits, plain.logits))
     said = {
@@ -127,7 +127,7 @@ def _first_of(modes: Sequence[RunMode], plain: PlainModel, reasons: Mapping[str,
 
 
 def _prove(mode: RunMode, plain: PlainModel) -> None:
-    """Raise `ModelError` unless the way is exact."""
+    """Raise `ModelError` unless the mode is exact."""
     why_not = depends_on_row(plain.model.config.get_text_config())
     if why_not is not None and not (mode.executor == "sequential" and mode.in_one_piece):
         raise ModelError(why_not)
@@ -136,8 +136,8 @@ def _prove(mode: RunMode, plain: PlainModel) -> None:
 
 
 def prove_prepacking(mode: RunMode, proxy: PlainModel) -> None:
-    """Raise an error if prepacking changes what a proxy gives, as it does where a model reads a weight in its own way.
-    Prepacking cannot be undone, so nothing else can be proved on this proxy."""
+    """Raise an error if prepacking changes a proxy's results, as it does where a model reads a weight directly.
+    Prepacking cannot be undone, so this proxy is then unusable."""
     prepack_weights(proxy.model)
     compare(_small(mode, proxy), proxy, _tolerance(proxy))
 
@@ -147,7 +147,7 @@ def _tolerance(plain: PlainModel) -> float:
 
 
 def _small(mode: RunMode, plain: PlainModel) -> Executor:
-    """The executor over a small cache, for a proof."""
+    """An executor with a small cache, for a proof."""
     return make_executor(mode, plain.model, PROOF_BLOCK_SIZE, NUM_PROOF_SLOTS)
 
 
@@ -162,7 +162,7 @@ def prepare_own_attention(
     release: ReleaseWeight | None = None,
     known: PreparationReport | None = None,
 ) -> PreparationReport:
-    """Prepack a model for the way that was proved, and compare it with its plain results.
+    """Prepack a model for the proved mode, and compare it with the reference.
 
     Args:
         model: ours alone, in evaluation mode, on its device, with an attention implementation of its own.
@@ -171,8 +171,8 @@ def prepare_own_attention(
         known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
-        ModelError: the model does not give its plain results.
-        PrepackingError: it does not give them after prepacking.
+        ModelError: the model deviates from the reference.
+        PrepackingError: it deviates after prepacking.
     """
     if known is not None:
         if known.linear_calls is not None:
@@ -210,7 +210,7 @@ def prepare_own_attention(
 
 
 def _compare(mode: RunMode, plain: PlainModel) -> float:
-    """The relative error of the model itself. Raises `ModelError` if it is more than rounding explains."""
+    """The relative error of the model itself. Raises `ModelError` if it exceeds the tolerance."""
     usual = FULL_PRECISION.logits if precision_of(plain.model) is FULL_PRECISION else ROUNDED
     tolerance = max(usual, NOISE_MARGIN * plain.noise)
     return compare(_small(mode, plain), plain, tolerance if tolerance < MISTAKEN else inf)

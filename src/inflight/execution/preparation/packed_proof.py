@@ -1,21 +1,21 @@
-"""The packed way: proves that a model runs as a packed row, and prepares it to.
+"""Proves that a model runs as a packed row, and prepares it for that.
 
-A dry forward pass finds the attention calls. Then the prompts of `proof` run plainly and packed, and three things must
-hold:
+A dry forward pass finds the attention calls. Then the prompts of `proof` run as the reference and packed, and three
+things must hold:
 
-- *Each attention module* gives the plain module's output for the plain model's inputs: its output is replaced by the
-  plain one before it goes on, so that rounding does not accumulate and no router chooses otherwise. The logits of a
-  randomly initialised model barely depend on the context; attention outputs always do.
-- *The logits* are then the plain model's.
+- *Each attention module* gives the reference's output for the reference's inputs: its output is then replaced by the
+  reference's, so that rounding does not accumulate and no router chooses otherwise. The logits of a randomly
+  initialised model barely depend on the context; attention outputs always do.
+- *The logits* then match the reference.
 - *Isolation*: other tokens in the neighbouring sequence change nothing. Any state that runs along the row (a
   convolution, a state space, linear attention) fails this.
 
 Measured for SmolLM2-135M in Q4_1, in exact arithmetic: attention 2.1e-6, logits 1.1e-5. Its logits are those of the row
-alone: one layer makes a token's states huge (26,000) and a later one cancels them, and plain attention outputs put in
-between would not cancel what the row's own states have.
+alone: one layer makes a token's states huge (26,000) and a later one cancels them, which replaced attention outputs in
+between would prevent.
 
-To prepare a model, its weights are prepacked, and the result is compared with the plain one again. Prepacked weights
-cannot be unpacked, so a failure from there on is a `PrepackingError`, and the model is loaded again and runs as rows.
+To prepare a model, its weights are prepacked, and it is compared with the reference again. Prepacking cannot be undone,
+so a failure from there on is a `PrepackingError`, and the model is reloaded and runs as rows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -102,20 +102,20 @@ IN_A_BATCH_IN_SHORT: Sequence[Step] = (
     ((0, 9, 10),),
     ((1, 4, 9), (0, 10, 24)),
 )
-"""What must give the first prompt the same bits as to run at once and alone: to run in pieces of many sizes beside a
-second prompt, every other one of them on one thread."""
+"""Batch invariance: the first prompt must get the same bits at once and alone as in pieces of many sizes beside a
+second prompt, every other step on one thread."""
 WHOLE_IN_A_BATCH: Sequence[Step] = (((1, 0, 9), (0, 0, 24)),)
 MakeBackend: TypeAlias = Callable[[int], AttentionBackend]
-"""Makes a backend for a block size."""
+"""Makes a backend from a block size."""
 
 
 _ProofStep: TypeAlias = tuple[Sequence[tuple[int, int, int]], Sequence[torch.Tensor], torch.Tensor]
-"""A step's pieces of the prompts, as (prompt, start, end); what attention modules returned; and its logits."""
+"""A step's pieces of the prompts, as (prompt, start, end); the attention modules' outputs; and its logits."""
 
 
 def prove_packed(model: PreTrainedModel, make_backend: MakeBackend) -> PlainModel:
-    """Prove that `model`, which is ours alone, runs packed, and return what it gives alone. Raises `ModelError` with
-    the reason if it does not. The model is left calling our attention function."""
+    """Prove that `model`, which is exclusively ours, runs packed, and return its reference results. Raises `ModelError`
+    with the reason if it does not. The model is left calling our attention function."""
     with _refusing(model):
         proof = PackedProof(model, DRY_RUN_LENGTH)
         executor = proof.executor(make_backend)
@@ -137,7 +137,7 @@ def prepare_packed(
     is_listed: bool = False,
     known: PreparationReport | None = None,
 ) -> PreparationReport:
-    """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
+    """Prepack a model proved to run packed, compare it with the reference, and leave it ready to run.
 
     Args:
         model: ours alone, in evaluation mode, on its device.
@@ -145,13 +145,13 @@ def prepare_packed(
         rounds_cache: whether the backend stores keys and values in lower precision.
         is_large: whether the comparison is short.
         release: called with each weight as soon as it is prepacked.
-        rank: whose part of the model is to run, beside the other ranks; None: all of it.
-        is_listed: whether a proof on a proxy says all about it but what its weights are: then nothing is compared
-            before they are prepacked.
-        known: what an earlier preparation of the same model found: nothing is compared.
+        rank: the rank whose shard is to run; None: the whole model.
+        is_listed: whether a proof on a proxy covers everything but its weights: then it is compared only after
+            prepacking.
+        known: the result of an earlier preparation of the same model: nothing is compared.
 
     Raises:
-        ModelError: the model does not give its plain results, or cannot be divided.
+        ModelError: the model deviates from the reference, or cannot be sharded.
         PrepackingError: it does not give them after prepacking.
     """
     if known is not None:
@@ -214,12 +214,12 @@ def _prepack(
 
 
 def _refusing(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """Inside, any error says that the model cannot be packed."""
+    """A context whose errors say that the model cannot be packed."""
     return as_model_error(f"{type(model).__name__} cannot run as a packed row: ")
 
 
 class PackedProof:
-    """Compares the packed row with what the model computes when `transformers` runs it.
+    """Compares the packed row with the reference.
 
     Args:
         model: ours alone. It is left calling our attention function.
@@ -262,13 +262,13 @@ class PackedProof:
         return modules
 
     def divide(self, rank: Rank, release: ReleaseWeight | None) -> None:
-        """Leave the model a rank's part of it. It has to give what it gave when it was whole; from now on its ranks
-        run only together. Raises `ModelError` if it cannot be divided."""
+        """Shard the model. Its results must not change; from now on its ranks run only together. Raises `ModelError` if
+        it cannot be sharded."""
         divide(self.model, rank, release)
         self._attention.modules = self._find_calls()
 
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
-        """The model as a packed row over a small cache."""
+        """A packed executor with a small cache."""
         backend, grouping = make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs)
         executor = PackedExecutor(self.model, backend, grouping, counting=self.counting)
         executor.allocate(NUM_PROOF_BLOCKS)
@@ -276,12 +276,12 @@ class PackedProof:
 
     def require_agreement(self, executor: PackedExecutor, tolerance: Tolerance) -> tuple[float, float]:
         """The largest relative errors of an attention module's output in a step, and of a span's logits. Raises
-        `ModelError` if they are more than is tolerated."""
+        `ModelError` if they exceed the tolerance."""
         steps: list[_ProofStep] = []
         logits_error = self.plain.error_of(self._forward(executor, steps))
         attention_error = worst(each for pieces, seen, _ in steps for each in self._attention.errors(seen, pieces))
         if not logits_error <= tolerance.logits:
-            # States that one layer makes huge and another cancels go wrong if outputs between them are replaced.
+            # Replacing outputs breaks states that one layer makes huge and another cancels.
             of_row_alone = self.plain.error_of(executor.forward)
             logits_error = logits_error if logits_error <= of_row_alone else of_row_alone
         if tolerance is FULL_PRECISION and not tolerance.allows(attention_error, logits_error):
@@ -295,7 +295,7 @@ class PackedProof:
         return attention_error, logits_error
 
     def _forward(self, executor: PackedExecutor, steps: list[_ProofStep], rounds_again: bool = False) -> Forward:
-        """A forward pass with plain states and outputs around attention modules, which is added to `steps`."""
+        """A forward pass with reference states and outputs around attention modules, added to `steps`."""
 
         def forward(batch: RaggedBatch) -> torch.Tensor:
             pieces = [(span.sequence_id, span.start, span.end) for span in batch.spans]
@@ -307,7 +307,7 @@ class PackedProof:
         return forward
 
     def _noise(self, executor: PackedExecutor, steps: Sequence[_ProofStep]) -> tuple[float, float]:
-        """What one more rounding changes about the outputs of attention modules and about the logits of these steps."""
+        """The effect of one more rounding on attention outputs and logits of these steps."""
         rounded: list[_ProofStep] = []
         with embeddings_rounded_again(self.model):
             self.plain.error_of(self._forward(executor, rounded, rounds_again=True))
@@ -340,8 +340,8 @@ class PackedProof:
 def _make_batch_invariant(
     executor: PackedExecutor, vocab_size: int, *, is_large: bool
 ) -> tuple[bool, RouterRows | None]:
-    """Find the fewest rows with which a prepacked model is batch-invariant, and with which its routers are. Returns
-    whether it is, and the latter."""
+    """Find the fewest rows with which a prepacked model, and its routers, are batch-invariant. Returns whether it is,
+    and the routers' number."""
     router_rows = None
     if not executor.backend.is_batch_invariant:
         return False, router_rows

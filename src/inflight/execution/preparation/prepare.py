@@ -1,4 +1,4 @@
-"""`prepare`: from a model's name to a model that is loaded, proved exact, made fast, and has its cache."""
+"""`prepare`: loads a model, proves it exact, prepacks it and allocates its cache."""
 
 import logging
 from collections.abc import Iterator
@@ -47,17 +47,17 @@ from inflight.execution.weights.rounded_model import round_weights, rounding_of
 logger = logging.getLogger(__name__)
 
 MAX_COPIED = 2**26
-"""Parameters of a caller's model up to this many bytes are copied; larger ones are shared, and watched."""
+"""Parameters of a caller's model up to this many bytes are copied; larger ones are shared and watched."""
 
 
 @dataclass(frozen=True, slots=True)
 class PreparedModel:
-    """A model that is ready to run.
+    """A ready model.
 
     Attributes:
-        weights_digest: of the weights that it was given; None: it is not needed.
-        adapters: those that its rows may have; None: it was not prepared for any.
-        pooler: what makes a text's numbers of its states; None: it generates.
+        weights_digest: of the weights as loaded; None: not needed.
+        adapters: its adapters; None: prepared without.
+        pooler: computes a text's numbers from its states; None: it generates.
     """
 
     model: PreTrainedModel
@@ -71,11 +71,11 @@ class PreparedModel:
 def prepare(
     source: ModelSource, config: EngineConfig, rank: Rank | None = None, pooling: PoolingPlan | None = None
 ) -> PreparedModel:
-    """Load a model, choose its executor, and allocate its cache. A model that cannot be prepacked is loaded again, to
-    run as rows, if any executor may run it.
+    """Load a model, choose its executor, and allocate its cache. A model that cannot be prepacked is reloaded to run as
+    rows, if the executor is "auto".
 
     Args:
-        rank: whose part of the model is to run; None: all of it.
+        rank: the rank whose shard is to run; None: the whole model.
         pooling: how the model pools; None: it generates.
 
     Raises:
@@ -104,18 +104,18 @@ def prepare(
 
 
 class StalePreparationError(Exception):
-    """What an earlier load found out is not so."""
+    """A cached preparation is wrong."""
 
 
 @contextmanager
 def _as_stale(known: Preparation | None) -> Iterator[None]:
-    """Inside, any error is a `StalePreparationError` if something is known from an earlier load."""
+    """A context that turns errors into `StalePreparationError`s if there is a cached preparation."""
     try:
         yield
     except Exception as error:
         if known is None:
             raise
-        raise StalePreparationError(f"what an earlier load found out does not hold ({first_line(error)})") from error
+        raise StalePreparationError(f"the cached preparation does not hold ({first_line(error)})") from error
 
 
 def _prepare(
@@ -133,7 +133,7 @@ def _prepare(
         key = preparation_key(model, config, source)
     known = None if config.debug.verify else cache.find(key)
     digest = None if config.prefix_cache.folder is None else digest_of_weights(model)
-    is_loaded_here = model.device.type == "cpu" and not is_callers  # no caller's memory
+    is_loaded_here = model.device.type == "cpu" and not is_callers  # not a caller's memory
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     dtype = model.dtype if is_callers else resolve_dtype(config.dtype, model.config, model.device)
     release = release_file_pages if is_loaded_here else None
@@ -186,7 +186,7 @@ def _prepare(
 
 
 def _of_texts(info: ModelInfo, executor: Executor, parts: PoolingParts) -> ModelInfo:
-    """What was found out about a body, for the whole model."""
+    """A body's `ModelInfo`, for the whole model."""
     counts_from_zero = isinstance(executor, PackedExecutor) and executor.counting == FROM_ZERO
     shares = parts.plan.reads_last_token and executor.capabilities.shares_prefixes and counts_from_zero
     longest = min(info.max_model_len, parts.plan.max_tokens or info.max_model_len)
@@ -206,8 +206,8 @@ def _of_texts(info: ModelInfo, executor: Executor, parts: PoolingParts) -> Model
 def round_as_asked(
     model: PreTrainedModel, config: EngineConfig, dtype: torch.dtype, release: ReleaseWeight | None
 ) -> None:
-    """Round the weights of a model, which is ours alone, if `config` asks for that, and give the others this dtype.
-    Raises `ModelError` where that cannot be done."""
+    """Quantize the weights of a model, which is exclusively ours, if configured, and convert the others to this dtype.
+    Raises `ModelError` on failure."""
     rounding = rounding_of(config)
     if rounding is None:
         return

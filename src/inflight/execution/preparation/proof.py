@@ -1,9 +1,9 @@
-"""The proof harness: an executor has to give the plain model's logits for a ragged workload.
+"""The proof harness: an executor must match the reference's logits on a ragged workload.
 
-Two short prompts run through the plain model one by one, without a cache. Then they run through the executor: in
-chunks, mixed, token by token, over scattered blocks; and again with their slots exchanged, so that anything left in a
-slot shows up. `packed_proof` also watches the attention modules meanwhile. `own_attention` looks at nothing but logits,
-so these must depend on the context: a change of a token far back has to matter many times as much as the executor does.
+Two short prompts run through the reference one by one, without a cache. Then they run through the executor: in chunks,
+mixed, token by token, over scattered blocks; and again with their slots exchanged, to find leftover state.
+`packed_proof` also observes the attention modules. `own_attention` compares only logits, so these must depend on the
+context: a change of a token far back must have many times the effect of the executor.
 
 Relative errors, measured on the tiny models of `tests/zoo.py` and on default-initialised ones, on a CPU:
 
@@ -15,10 +15,10 @@ Relative errors, measured on the tiny models of `tests/zoo.py` and on default-in
 | isolation, float32 | 0, mixtures of experts up to 3e-7 | 7e-4 to 0.1 | 2e-5 |
 | isolation, bfloat16 | 0 | 4e-3 to 0.1 | 1e-3 |
 
-A sharp softmax and many layers amplify rounding. So a float32 model beyond these limits may differ by 20 times what one
-more rounding of the same inputs changes, but never by more than a bfloat16 model; an attention that is wrong by 1 % is
+A sharp softmax and many layers amplify rounding. So a float32 model beyond these limits may differ by 20 times the
+effect of one more rounding of its inputs, but never by more than a bfloat16 model; attention that is wrong by 1 % is
 still refused in the sharpest model of the tests. Rows and sequential are proved by logits alone, where the effect of a
-far token must be at least `MIN_EFFECT` times the error; in low precision only agreement within 0.2 is asked for.
+far token must be at least `MIN_EFFECT` times the error; in low precision agreement within 0.2 suffices.
 """
 
 from array import array
@@ -52,22 +52,22 @@ NUM_PROOF_SLOTS = 2
 PADDING_PLACE = 4
 """Where proof prompts have the model's padding token, which is a token like any other."""
 MIN_EFFECT = 20
-"""How many times the error the effect of the context must be."""
+"""The least ratio of the context's effect to the error."""
 
 Step: TypeAlias = tuple[tuple[int, int, int], ...]
 """Spans that run together, each as (prompt, start, end)."""
 Forward: TypeAlias = Callable[[RaggedBatch], torch.Tensor]
-"""Returns the logits `[R, V]` that a batch asks for."""
+"""Returns a batch's logits `[R, V]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProofWorkload:
-    """What runs.
+    """The workload.
 
     Attributes:
         lengths: of the two prompts.
-        prefill_lengths: what `model.generate` would compute of each at once; the rest follows token by token.
-        steps: what runs together, in order.
+        prefill_lengths: tokens of each that `model.generate` would compute at once; the rest follows token by token.
+        steps: the spans of each step, in order.
         slots: the slots of the two prompts; the steps run once for each pair.
     """
 
@@ -95,21 +95,21 @@ PROOF = ProofWorkload(
     slots=((0, 1), (1, 0)),
 )
 CHUNKS = frozenset({(0, 9), (0, 13), (1, 6), (1, 9)})
-"""Spans of `PROOF`, as (prompt, end), of which no logits are wanted in service. The second prompt's is one token longer
-than its chunks, so its last token comes alone."""
+"""Spans of `PROOF`, as (prompt, end), that need no logits in service. The second prompt is one token longer than its
+chunks, so its last token comes alone."""
 IN_A_ROW = replace(
     PROOF, steps=(((0, 0, 9), (1, 0, 6)), ((1, 6, 11), (0, 9, 13)), ((1, 11, 12), (0, 13, 23))), slots=((0, 1),)
 )
-"""Two chunks; two later chunks; a decode beside a chunk. For a packed row, in which a step's tokens are compared
-together: in low precision, attention outputs of one or two tokens round too differently to be compared alone."""
+"""Two chunks; two later chunks; a decode beside a chunk. For a packed row, where a step's tokens are compared together:
+in low precision, attention outputs of one or two tokens round too differently alone."""
 IN_SHORT = ProofWorkload(
     lengths=(12, 12),
     prefill_lengths=(12, 11),
     steps=(((0, 0, 5), (1, 0, 11)), ((1, 11, 12), (0, 5, 12))),
     slots=((0, 1),),
 )
-"""Two chunks; then a decode beside a chunk. For what was proved before and is only compared. The prompts are equally
-long, so that a large model can run both in one forward pass."""
+"""Two chunks; then a decode beside a chunk. For comparisons after a proof. The prompts are equally long, so that a
+large model can run both in one forward pass."""
 
 
 class NotCausalError(ModelError):
@@ -118,15 +118,15 @@ class NotCausalError(ModelError):
 
 @dataclass(frozen=True, slots=True)
 class PlainModel:
-    """What a model gives when it runs alone.
+    """The reference: a model's results when it runs alone.
 
     Attributes:
         prompts: the token ids of each prompt.
         logits: `[L, V]` of each prompt.
-        vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
-        noise: what rounding does to the logits, as a relative error, as far as embeddings that were rounded once more
-            show it. Deep state spaces amplify it. 0 if not measured.
-        effect: what another token far back changes about the last logits, as a relative error; None: not measured.
+        vocab_size: the lesser of embedding rows and logit columns: token ids valid as input and output.
+        noise: the relative error of logits after rounding the embeddings once more. Deep state spaces amplify it. 0 if
+            not measured.
+        effect: the relative change of the last logits when a token far back changes; None: not measured.
         is_generated: whether the logits are those that `model.generate` sees.
     """
 
@@ -179,22 +179,22 @@ class PlainModel:
 
     def as_generated(self) -> "PlainModel":
         """The same, with the logits that `model.generate` sees: the beginning of each prompt at once, the rest token by
-        token, over the model's own cache. (State spaces with two ways of computing give others than in one forward
-        pass.) Raises `ModelError` if the model does not generate."""
+        token, over the model's own cache. (State spaces with two algorithms differ from one forward pass.) Raises
+        `ModelError` if the model does not generate."""
         prefills = self.workload.prefill_lengths
         ends = [_generated_logits(self.model, *each) for each in zip(self.prompts, prefills, strict=True)]
         beginnings = (logits[: length - 1] for logits, length in zip(self.logits, prefills, strict=True))
         effect = None
         if self.effect is not None:
             changed = _generated_logits(self.model, self._changed_prompt(), prefills[0])
-            effect = relative_error(changed[1:], ends[0][1:])  # of the tokens that need the cache
+            effect = relative_error(changed[1:], ends[0][1:])  # tokens that need the cache
         return replace(
             self, logits=tuple(map(torch.cat, zip(beginnings, ends, strict=True))), effect=effect, is_generated=True
         )
 
     def generate_difference(self) -> float:
-        """The relative error of what `model.generate` sees of the first prompt, which is 0 if it is no more than
-        rounding explains, or if the model does not generate at all."""
+        """The relative error of the logits that `model.generate` sees for the first prompt; 0 if within the tolerance,
+        or if the model does not generate."""
         prompt, length = self.prompts[0], self.workload.prefill_lengths[0]
         if gives_states(self.model):
             return 0.0
@@ -238,8 +238,8 @@ def compare(executor: Executor, plain: PlainModel, tolerance: float) -> float:
 
 
 def _check_few_logits(executor: Executor, plain: PlainModel, tolerance: float) -> None:
-    """Ask for logits as in service: none of a chunk, one row of the end of any other span."""
-    # What `model.generate` computes at once may not be cut before its last token: that one would come as a decode.
+    """Request logits as in service: none for a chunk, one row at the end of any other span."""
+    # Do not cut what `model.generate` computes at once before its last token, which would come as a decode.
     chunks = CHUNKS - {(1, PROOF.prefill_lengths[1])} if plain.is_generated else CHUNKS
     spans = run(executor.forward, batches_of(plain.prompts, PROOF.steps, plain.model.device, chunks=chunks))
     expected = ((rows, plain.logits[span.sequence_id][span.end - 1 : span.end]) for span, rows in spans if len(rows))
@@ -275,8 +275,8 @@ def batches_of(
 
     Args:
         slots: of the prompts.
-        chunks: None asks for all logits; else for none of these spans, given as (prompt, end), and for the last row of
-            each other one.
+        chunks: None: all logits; otherwise none for these spans, given as (prompt, end), and the last row of each other
+            one.
     """
     tables = [array("i", range(number, NUM_PROOF_BLOCKS, len(prompts))) for number in range(len(prompts))]
     for step in steps:
@@ -290,14 +290,14 @@ def batches_of(
 
 
 def run(forward: Forward, batches: Iterable[RaggedBatch]) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Each span of the batches, with the logits `[num_logit_rows, V]` that it was given."""
+    """Each span of the batches, with its logits `[num_logit_rows, V]`."""
     for batch in batches:
         rows = forward(batch).split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
         yield from zip(batch.spans, rows, strict=True)
 
 
 def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.Tensor, ...]:
-    """The logits `[L, V]` of each prompt that runs, put together from its spans."""
+    """The logits `[L, V]` of each prompt, concatenated from its spans."""
     logits: dict[int, list[torch.Tensor]] = {}
     for span, rows in run(forward, batches):
         logits.setdefault(span.sequence_id, []).append(rows)
@@ -308,8 +308,7 @@ def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.T
 def plain_logits(
     model: PreTrainedModel, *prompts: Sequence[int], positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The logits `[B, L, V]` of a call without positions, as some models count them in their own way; or with these
-    `[L]`."""
+    """The logits `[B, L, V]` of a call with these positions `[L]`, or without, since some models count their own."""
     tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     options = {} if positions is None else {"position_ids": positions.to(model.device)[None]}
     with PlainLinears():
@@ -318,7 +317,7 @@ def plain_logits(
 
 
 class _ForcedTokens(LogitsProcessor):  # type: ignore[misc]
-    """Lets `generate` choose these tokens, one after the other."""
+    """Forces `generate` to choose these tokens."""
 
     def __init__(self, token_ids: Sequence[int]) -> None:
         self._token_ids = token_ids
@@ -331,9 +330,8 @@ class _ForcedTokens(LogitsProcessor):  # type: ignore[misc]
 
 
 def _generated_logits(model: PreTrainedModel, prompt: Sequence[int], prefill_length: int) -> torch.Tensor:
-    """The logits `[L - prefill_length + 1, V]` after the last tokens of a prompt when `model.generate` is given its
-    beginning and made to choose the rest. Nothing of ours has a part in it. Raises `ModelError` if the model does not
-    generate."""
+    """The logits `[L - prefill_length + 1, V]` after the last tokens of a prompt when `model.generate` gets its
+    beginning and is forced to choose the rest, without our code. Raises `ModelError` if the model does not generate."""
     asked = GenerationConfig(
         max_new_tokens=len(prompt) - prefill_length + 1,
         do_sample=False,

@@ -1,8 +1,8 @@
-"""What a proof has shown, as plain data, and the keys by which it is cached.
+"""Results of proofs, as plain data, and their cache keys.
 
-A proxy has random weights, so what it shows holds for every model of its class and configuration, as long as no code
-changes that is involved (`proof_key`). What was found out about a model itself holds for its files, on this machine,
-with the same options (`preparation_key`).
+A proxy has random weights, so its proof holds for every model of its class and configuration, until involved code
+changes (`proof_key`). Results on a model itself hold for its files, on this machine, with the same options
+(`preparation_key`).
 """
 
 import hashlib
@@ -31,13 +31,13 @@ from inflight.execution.weights.prepacked_linear import can_prepack
 logger = logging.getLogger(__name__)
 
 NOT_OF_THE_SHAPE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-"""Entries of a configuration that make no difference to a proxy."""
+"""Entries of a configuration that do not affect a proxy."""
 SOURCES = Path(__file__).parents[1]
 """The code that decides how a model runs."""
 SCHEDULING = ("scheduling", "prefix_cache", "speculation")
-"""Groups of options that do not change how a model is prepared, but for the length of a row."""
+"""Groups of options that do not affect preparation, except for the length of a row."""
 ENVIRONMENT = ("ATEN_", "DNNL_", "INFLIGHT_", "KMP_", "MKL_", "OMP_", "ONEDNN_", "PYTORCH_", "TORCH_", "TRANSFORMERS_")
-"""Beginnings of the names of variables that change what runs."""
+"""Prefixes of environment variables that affect execution."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class RunMode:
 
     Attributes:
         executor: "packed", "rows" or "sequential".
-        pads: whether beginnings of different lengths run together, padded.
-        in_one_piece: whether prompts only run whole.
-        uses_cache: whether the model keeps anything between steps.
+        pads: whether first spans of different lengths run together, padded.
+        in_one_piece: whether prompts must run whole.
+        uses_cache: whether the model has a cache.
     """
 
     executor: str
@@ -64,15 +64,14 @@ class RunMode:
 
 @dataclass(frozen=True, slots=True)
 class ProofResult:
-    """What a proof has shown.
+    """The result of a proof.
 
     Attributes:
         way: the first that is exact.
-        reasons: why better ways are not exact, by the way in words.
-        is_generated: whether "exact" means what `model.generate` sees.
+        reasons: why better modes are not exact, by mode.
+        is_generated: whether the reference is what `model.generate` sees.
         why_not_prepacked: why prepacking would change the results; None: it does not.
-        generate_difference: how far `model.generate` is from one forward pass, as a relative error of logits; 0 if it
-            gives the same.
+        generate_difference: the relative error of logits between `model.generate` and one forward pass; 0 if equal.
     """
 
     mode: RunMode
@@ -83,13 +82,13 @@ class ProofResult:
 
     @property
     def is_as_generate(self) -> bool:
-        """Whether the engine gives what `model.generate` gives."""
+        """Whether the engine matches `model.generate`."""
         return self.is_generated or self.generate_difference == 0.0
 
 
 def proof_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
     """A digest of everything that a proof on a model's proxy depends on; None if some of it cannot be read, such as the
-    source of a class that was written in a notebook."""
+    source of a class from a notebook."""
     try:
         return _digest(model, config)
     except Exception as error:
@@ -98,8 +97,8 @@ def proof_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
 
 
 def preparation_key(model: PreTrainedModel, config: EngineConfig, source: str | os.PathLike[str]) -> str | None:
-    """A digest of everything that the preparation of a model, which was loaded from `source`, depends on; None if some
-    of it cannot be read."""
+    """A digest of everything that the preparation of a model from `source` depends on; None if some of it cannot be
+    read."""
     try:
         stats = {path.name: path.stat() for path in checkpoint_files(source, config, model.config)}
         return _digest(
@@ -153,7 +152,7 @@ def _code_of(model: PreTrainedModel) -> list[Path]:
 
 
 def own_code() -> list[Path]:
-    """Our own files: any change to how a model runs asks for a new proof."""
+    """Our own files: any change to execution requires a new proof."""
     return sorted(path for path in SOURCES.rglob("*") if path.suffix in (".py", ".cpp", ".h"))
 
 

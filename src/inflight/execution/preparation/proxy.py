@@ -1,9 +1,9 @@
 """A model's proxy: a small float32 model of the same class and configuration, except for sizes, and with random weights
 that make it sensitive to its context.
 
-It stands in for a model that is too large to prove anything on, or whose precision would hide errors. Decides what to
-cut: layers, as long as one of each kind is left; the vocabulary; experts; and the width, by fewer heads of the same
-size. A cut that the class does not allow is not made.
+It replaces a model that is too large for a proof, or whose precision would hide errors. It has fewer layers, at least
+one of each kind; a smaller vocabulary; fewer experts; and less width, by fewer heads of the same size. Cuts that the
+class does not allow are skipped.
 """
 
 import copy
@@ -25,22 +25,22 @@ MAX_HEADS = 4
 """In two groups, if several heads share keys and values."""
 MIN_WIDTH = 64
 WIDTHS, NO_WIDTHS = ("hidden", "embd", "embed", "model", "dim"), ("head_dim", "max_position_embeddings")
-"""Words in the names of sizes that are multiples of the hidden size; and names that contain them but are not."""
+"""Words in the names of sizes that scale with the hidden size; and exceptions."""
 MAX_EXPERTS = 16
 MAX_PARAMETERS = 1_000_000_000
 FACTORS = (1.0, 4.0, 8.0, 16.0)
-"""Matrices are multiplied by one of these, the first with which the context matters."""
+"""Matrices are scaled by the first of these factors with which the context matters."""
 ENOUGH = 1e-2
 """The effect of the context, as a relative error of logits, that a proxy must have."""
 SLOW = -4.0
-"""The bias of a state space's time steps. With their initial one, some forget everything at once."""
+"""The bias of a state space's time steps. With the initial one, some forget everything at once."""
 
 
 def make_proxy(model: PreTrainedModel) -> PlainModel:
-    """A proxy of `model`, run plainly, with its effect.
+    """The reference results of a proxy of `model`, with their effect.
 
     Raises:
-        NotCausalError: the model is no causal language model.
+        NotCausalError: the model is not a causal language model.
         ModelError: no proxy can be made.
     """
     reasons = []
@@ -64,7 +64,7 @@ def _sensitive(model: PreTrainedModel, config: PreTrainedConfig) -> PlainModel:
 
 
 def _drawn(model: PreTrainedModel, config: PreTrainedConfig, factor: float) -> PreTrainedModel:
-    """A model of this configuration, whose matrices are multiplied by `factor`."""
+    """A model of this configuration, with matrices scaled by `factor`."""
     with ONE_AT_A_TIME, torch.random.fork_rng(devices=[]), torch.device("meta"):
         size = sum(weight.numel() for weight in type(model)(copy.deepcopy(config)).parameters())
     if size > MAX_PARAMETERS:
@@ -102,7 +102,7 @@ def _integers(config: PreTrainedConfig) -> list[tuple[str, int]]:
 
 
 def _number(config: PreTrainedConfig, name: str) -> int | None:
-    """A size in the configuration; None if it has none, or another one for each layer (which raises when read)."""
+    """A size in the configuration; None if it has none, or one per layer (which raises when read)."""
     try:
         value = getattr(config, name)
     except Exception:
@@ -125,8 +125,8 @@ def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel, of_each_kind
 
 
 def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
-    """How many of the first layers include `of_each_kind` of every kind, or all that there are. A layer's kind is its
-    type and the classes of its modules."""
+    """How many of the first layers include `of_each_kind` of every kind, or all of a kind. A layer's kind is its type
+    and the classes of its modules."""
     config = model.config.get_text_config()
     kinds: list[object] = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for module in model.modules():
@@ -137,7 +137,7 @@ def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
 
 
 def _layers_in_pairs(config: PreTrainedConfig, model: PreTrainedModel) -> None:
-    """Keep two layers of each kind, for classes whose layers share weights with others of their kind."""
+    """Keep two layers of each kind, for classes whose layers share weights within a kind."""
     _fewer_layers(config, model, of_each_kind=2)
 
 
@@ -162,7 +162,7 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
     by the same factor. In a state space without heads, only the width is cut."""
     width, head_size = _number(config, "hidden_size"), _number(config, "head_dim")
     num_heads = _number(config, "num_attention_heads") or _number(config, "num_heads")
-    if width is None:  # a configuration that wraps the text model's
+    if width is None:  # a wrapper of the text model's configuration
         return
     if num_heads is None:
         num_heads = num_groups = width
@@ -192,4 +192,4 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
 
 CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower)
 CHOICES_OF_CUTS = (CUTS, (_layers_in_pairs, *CUTS[1:]), *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
-"""Sets of cuts to try in turn, until the class allows one; the smallest proxy first."""
+"""Sets of cuts to try in turn; the smallest proxy first."""

@@ -1,4 +1,4 @@
-"""`PreparationReport`: what preparation found out about a model."""
+"""`PreparationReport`: findings of preparation."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from inflight.execution.weights.linear_calls import LinearCalls
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PreparationReport:
-    """What preparation found.
+    """Findings about a model.
 
     Attributes:
         specs: the attention calls of a forward pass, in order; empty where attention is left to the model.
@@ -21,13 +21,13 @@ class PreparationReport:
         attention_error: the largest relative error of an attention module's output; None where attention is left to
             the model.
         vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
-        is_batch_invariant: whether logits were the same bits alone, in a batch, and in chunks.
-        min_rows: rows that a step has at least, as `PackedExecutor` takes it.
-        router_rows: with how many rows routers run; None: there are none, or the model is not prepacked.
-        linear_calls: what a forward pass did with linear layers; None: the model is not prepacked.
+        is_batch_invariant: whether logits had the same bits alone, in a batch, and in chunks.
+        min_rows: the least rows of a step, for `PackedExecutor`.
+        router_rows: the number of rows that routers run with; None: no routers, or not prepacked.
+        linear_calls: a forward pass's use of linear layers; None: not prepacked.
         max_row_len: the longest row, in tokens, that the model runs exactly; None: any.
-        counting: how the model counts positions.
-        notes: what was limited, and why.
+        counting: computes position ids.
+        notes: limits, with reasons.
     """
 
     specs: tuple[AttentionSpec, ...] = ()

@@ -1,4 +1,4 @@
-"""What preparation found out, in files: each named by a digest of everything that it depends on."""
+"""Cached results of preparation, in files named by a digest of everything that they depend on."""
 
 import logging
 import os
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 CHECKSUM_BYTES = 16
 MAX_RESULTS = 256
-"""Of one type; those that were kept first go."""
+"""Most results of one type; the oldest are removed."""
 T = TypeVar("T")
 
 
 class ResultCache(Generic[T]):
-    """Results of one type, a dataclass of plain data, by key. A folder that cannot be read or written counts as empty,
-    and so does a file that is damaged.
+    """Results of one type, a dataclass of plain data, by key. An unusable folder counts as empty, and a damaged file as
+    missing.
 
     Args:
         folder: None keeps nothing.
@@ -35,7 +35,7 @@ class ResultCache(Generic[T]):
 
     @classmethod
     def of_the_user(cls, kind: type[T]) -> "ResultCache[T]":
-        """The one beside the user's kernels; keeps nothing if `INFLIGHT_CACHE_PREPARATIONS` is 0."""
+        """The user's cache; disabled if `INFLIGHT_CACHE_PREPARATIONS` is 0."""
         if os.environ.get("INFLIGHT_CACHE_PREPARATIONS") == "0":
             return cls(None, kind)
         try:
@@ -61,7 +61,7 @@ class ResultCache(Generic[T]):
             return None
 
     def keep(self, key: str | None, result: T) -> None:
-        """Keep a result for the next load."""
+        """Store a result."""
         if self._folder is None or key is None:
             return
         content = msgspec.msgpack.encode(result)
@@ -75,7 +75,7 @@ class ResultCache(Generic[T]):
             for path in by_age[:-MAX_RESULTS]:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            logger.info("what preparation found cannot be kept: %s", error)
+            logger.info("the preparation's result cannot be cached: %s", error)
 
     def forget(self, key: str | None) -> None:
         """Remove a result that turned out to be wrong."""

@@ -1,7 +1,6 @@
-"""A trial of routers by themselves: does each give a row the same bits alone as among others?
+"""Tests routers in isolation: does each give a row the same bits alone as among others?
 
-Few steps of a whole model's trial have a single row, and a router whose last bit differs for one row in ten may pass
-them all.
+A whole model's trial has few single-row steps, which a router whose last bit differs for one row in ten may pass.
 """
 
 from collections.abc import Callable
@@ -16,12 +15,12 @@ from inflight.execution.weights.experts import routers_of
 
 @torch.inference_mode()
 def routers_keep_bits(model: PreTrainedModel, run: Callable[[], object], min_rows: int) -> bool:
-    """Whether the routers of a prepacked model give each row of a forward pass the same bits alone. One that takes
-    more than hidden states `[…, T, hidden]` is not asked.
+    """Whether the routers of a prepacked model give each row of a forward pass the same bits alone. Routers with other
+    inputs than hidden states `[…, T, hidden]` are skipped.
 
     Args:
         run: runs the forward pass.
-        min_rows: rows that a router is given at least.
+        min_rows: the least rows of a router.
     """
     taken: list[tuple[nn.Module, torch.Tensor]] = []
 

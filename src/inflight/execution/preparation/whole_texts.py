@@ -1,4 +1,4 @@
-"""What is found out by trying about a body whose texts may run whole: no architecture is known by name."""
+"""Experiments on a body whose texts may run whole; no architecture is special-cased."""
 
 import numpy as np
 import torch
@@ -11,7 +11,7 @@ from inflight.execution.preparation.proof import PlainModel, plain_logits
 
 
 def counting_of(plain: PlainModel) -> Counting:
-    """How a model counts positions. Raises `ModelError` if it is in a way that a packed row cannot give it."""
+    """Find how a model counts positions. Raises `ModelError` if a packed row cannot reproduce it."""
     model, prompt, tolerance = plain.model, plain.prompts[0], precision_of(plain.model).logits
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     after_padding = [Counting(padding)] if isinstance(padding, int) else []
@@ -22,7 +22,7 @@ def counting_of(plain: PlainModel) -> Counting:
         (states,) = plain_logits(model, prompt, positions=torch.from_numpy(own))
         if relative_error(states, plain.logits[0]) <= tolerance:
             return counting
-    raise ModelError(f"{type(model).__name__} counts positions in a way that a packed row cannot give it")
+    raise ModelError(f"{type(model).__name__} counts positions in a way that a packed row cannot reproduce")
 
 
 def is_causal(plain: PlainModel) -> bool:

@@ -1,2 +1,2 @@
-"""A model's ranks: processes that have a part of every weight each, run the same steps, and meet where a layer needs
-what all of them have. `partition` decides who has what, `layers` are the modules in which they meet, `rank` is how."""
+"""Tensor parallelism: ranks each have a shard of every weight, run the same steps, and communicate where a layer needs
+all shards. `partition` shards weights, `layers` has the communicating modules, `rank` the collectives."""

@@ -1,5 +1,4 @@
-"""The modules in which ranks meet. Each stands before a module of the model's own, which has this rank's part of the
-weights."""
+"""Modules with collectives. Each wraps one of the model's modules, which has this rank's shard of the weights."""
 
 from typing import Any
 
@@ -10,7 +9,7 @@ from inflight.execution.ranks.rank import Rank
 
 
 class Collective(nn.Module):
-    """A module that exchanges what `inner` takes or gives."""
+    """A module that communicates the inputs or outputs of `inner`."""
 
     def __init__(self, inner: nn.Module, rank: Rank) -> None:
         super().__init__()
@@ -18,25 +17,25 @@ class Collective(nn.Module):
 
     @property
     def weight(self) -> Any:
-        """This rank's part; some models look at it."""
+        """This rank's shard; some models read it."""
         return self.inner.weight
 
 
 class SummedOutputs(Collective):
-    """A module of which every rank computes a part of each output: experts."""
+    """A module whose outputs are partial sums on every rank: experts (all-reduce)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """What `inner` takes, to the sum of what it gives on all ranks."""
+        """The inputs of `inner`, to the sum of its outputs over all ranks."""
         return self.rank.sum(self.inner(*args, **kwargs))
 
 
 class SummedLinear(Collective):
-    """A linear layer of which every rank has some inputs.
+    """A row-parallel linear layer: every rank has some inputs (all-reduce).
 
     Args:
         inner: `[…, in / size]` to `[…, out]`, without a bias.
         bias: `[out]`, added to the sum.
-        splits: whether it is given all inputs, `[…, in]`.
+        splits: whether the input has all features, `[…, in]`.
     """
 
     def __init__(self, inner: nn.Linear, rank: Rank, bias: nn.Parameter | None, *, splits: bool) -> None:
@@ -52,11 +51,11 @@ class SummedLinear(Collective):
 
 
 class GatheredLinear(Collective):
-    """A linear layer of which every rank has some outputs, and all are needed.
+    """A column-parallel linear layer whose outputs are gathered (all-gather).
 
     Args:
-        inner: `[…, in]` to as many outputs on each rank, `size` times which may be more than there are.
-        num_outputs: how many there are.
+        inner: `[…, in]` to the same number of outputs on each rank; together they may be more than `num_outputs`.
+        num_outputs: the number of outputs.
     """
 
     def __init__(self, inner: nn.Linear, rank: Rank, num_outputs: int) -> None:
@@ -70,7 +69,7 @@ class GatheredLinear(Collective):
 
 
 class SummedEmbedding(Collective):
-    """An embedding of which every rank has the rows of some tokens."""
+    """A vocabulary-parallel embedding: every rank has the rows of some tokens."""
 
     def __init__(self, inner: nn.Embedding, rank: Rank) -> None:
         super().__init__(inner, rank)
@@ -86,5 +85,5 @@ class SummedEmbedding(Collective):
 
 
 def behind(module: Any) -> Any:
-    """The model's own module: what stands behind one of these, or the module itself."""
+    """The model's own module: the wrapped one, or the module itself."""
     return module.inner if isinstance(module, Collective) else module

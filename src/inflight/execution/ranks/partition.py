@@ -1,8 +1,8 @@
-"""Which part of each weight a rank has: what the model's own plan in `transformers` says (`tp_plan`).
+"""Shards weights by the model's `tp_plan` in `transformers`.
 
-A plan names modules and parameters, with "*" for numbers, and how each is divided: *colwise* by outputs, *rowwise* by
-inputs, *packed* where two matrices lie in one. What it does not name all ranks have. Where a rank has less than what
-comes next needs, its module is put behind one in which ranks meet (`layers`).
+A plan names modules and parameters, with "*" for numbers, and their sharding: *colwise* by outputs, *rowwise* by
+inputs, *packed* for two matrices in one. All other weights are replicated. Modules whose outputs must be communicated
+are wrapped (`layers`).
 """
 
 import re
@@ -20,20 +20,20 @@ from inflight.execution.ranks.layers import GatheredLinear, SummedEmbedding, Sum
 from inflight.execution.ranks.rank import Rank
 
 BY_OUTPUTS = {"colwise": 1, "colwise_rep": 1, "colwise_gather_output": 1, "packed_colwise": 2, "embedding_rowwise": 1}
-"""How many matrices lie in one parameter."""
+"""Number of matrices in one parameter."""
 BY_INPUTS = {"rowwise": 1, "rowwise_rep": 1, "rowwise_split_input": 1, "packed_rowwise": 2}
 PADDED = {"colwise_rep", "colwise_gather_output", "embedding_rowwise"}
-"""What may have zeros at its end: outputs that are put together again, and rows that are never looked up."""
+"""Styles that may be padded with zeros: gathered outputs, and rows that are never looked up."""
 WHOLE = {"moe_tp_experts", "all_reduce", "replicated_with_grad_allreduce", "mla_kv_a_proj", "local_params", "replicate"}
-"""What has nothing to divide itself, or only for the sake of gradients."""
+"""Styles that shard nothing, or exist only for gradients."""
 HEADS = re.compile(r"\.(q_proj|k_proj|v_proj|qkv_proj|query_key_value)$")
 
 
 def divide(model: PreTrainedModel, rank: Rank, release: Callable[[torch.Tensor], None] | None = None) -> None:
-    """Leave `model`, which is ours alone, this rank's part of each weight, and let it meet the other ranks.
+    """Reduce `model`, which is exclusively ours, to this rank's shard of each weight, and add its collectives.
 
     Args:
-        release: called with each weight of which a part is left.
+        release: called with each sharded weight.
 
     Raises:
         ModelError: `transformers` has no plan for it, or its sizes do not allow it.
@@ -78,7 +78,7 @@ def _divide(
 
 
 def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
-    """The plan's word for each module and parameter that it names."""
+    """The plan's style for each module and parameter that it names."""
     plan = model.tp_plan or {}
     names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
     for name in names:
@@ -88,7 +88,7 @@ def _styles(model: PreTrainedModel) -> Iterator[tuple[str, str]]:
 
 
 def _check(model: PreTrainedModel, styles: dict[str, str], size: int) -> None:
-    """Raise `ModelError` for what cannot be divided, in words about the model rather than about one of its weights."""
+    """Raise `ModelError` if the model cannot be sharded, naming a property of the model rather than a weight."""
     unknown = set(styles.values()) - {*BY_OUTPUTS, *BY_INPUTS, *WHOLE}
     if unknown:
         raise ModelError(f"the tp_plan of {type(model).__name__} divides weights in unknown ways: {sorted(unknown)}")
@@ -108,7 +108,7 @@ def _check(model: PreTrainedModel, styles: dict[str, str], size: int) -> None:
 
 
 def _part(parameter: nn.Parameter, style: str, rank: Rank, name: str) -> nn.Parameter:
-    """A rank's part of a weight; a bias of inputs stays whole, and is added once (`SummedLinear`)."""
+    """A rank's shard of a weight; a row-parallel bias stays whole, and is added once (`SummedLinear`)."""
     if style in BY_INPUTS and parameter.dim() == 1:
         return parameter
     dim = parameter.dim() - 1 if style in BY_INPUTS else max(0, parameter.dim() - 2)
@@ -124,7 +124,7 @@ def _part(parameter: nn.Parameter, style: str, rank: Rank, name: str) -> nn.Para
 
 
 def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
-    """Of a length that ranks cannot divide: all get as many, the last ones zeros beyond the end."""
+    """Pad a shard with zeros, where the ranks do not divide the length evenly."""
     length = weight.shape[dim]
     number = -(-length // rank.size)
     first = min(rank.number * number, length)
@@ -135,7 +135,7 @@ def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
 
 
 def _add_collective(model: PreTrainedModel, name: str, module: nn.Module, style: str, rank: Rank) -> None:
-    """Let the ranks meet before or behind a module, if they have to."""
+    """Wrap a module with its collective, if it needs one."""
     collective: nn.Module
     if style in ("moe_tp_experts", "all_reduce"):
         collective = SummedOutputs(module, rank)

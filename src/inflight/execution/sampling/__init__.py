@@ -1,1 +1,1 @@
-"""From logits to tokens: what requests change about logits, the choice itself, and log-probabilities."""
+"""From logits to tokens: adjustments of logits, sampling, and log-probabilities."""

@@ -1,9 +1,8 @@
-"""What a request changes about logits before a token is chosen: bad words, `min_tokens`, biases, penalties.
+"""Adjustments of logits before sampling: bad words, `min_tokens`, biases, penalties.
 
-Each sequence that changes anything has an `Adjuster`. All rows of a step are changed together, and only at the few
-tokens concerned, never over the whole vocabulary. Knows no slot and no step. The repetition penalty is CTRL's (Keskar
-et al., 2019), presence and frequency penalties are OpenAI's, with vLLM's meaning: the repetition penalty counts the
-prompt.
+Each sequence with adjustments has an `Adjuster`. All rows of a step are changed together, and only at the affected
+tokens, never over the whole vocabulary. Knows no slot and no step. The repetition penalty is CTRL's (Keskar et al.,
+2019), presence and frequency penalties are OpenAI's, with vLLM's meaning: the repetition penalty counts the prompt.
 """
 
 from array import array
@@ -21,7 +20,7 @@ FloatArray: TypeAlias = npt.NDArray[np.float32]
 
 
 class Adjuster:
-    """What to change for one sequence, and those of its tokens that this depends on."""
+    """One sequence's adjustments, and the tokens that they depend on."""
 
     def __init__(self, assignment: SlotAssignment) -> None:
         params, token_ids, prompt_len = assignment.params, assignment.token_ids, assignment.prompt_len
@@ -36,8 +35,8 @@ class Adjuster:
         self._seen = SeenTokens(token_ids[:prompt_len], token_ids[prompt_len:]) if params.has_penalties else None
 
     def observe(self, position: int, token_id: int) -> None:
-        """The sequence has this token at this position, and none after it. What was seen there before was a draft
-        token; the same token is not counted again."""
+        """Set the sequence's last token, at this position. A different token seen there before was a rejected draft
+        token; the same one is not counted twice."""
         is_known = position < len(self._token_ids) and self._token_ids[position] == token_id
         num_kept = position + is_known
         while len(self._token_ids) > num_kept:
@@ -50,7 +49,7 @@ class Adjuster:
                 self._seen.add(token_id)
 
     def edits(self) -> "Edits | None":
-        """What to change about the logits of the next token; None: nothing."""
+        """The edits of the next token's logits; None: none."""
         params = self._params
         forbidden = self._ends_of_bad_words()
         if len(self._token_ids) - self._prompt_len < params.min_tokens:
@@ -71,7 +70,7 @@ class Adjuster:
         )
 
     def _ends_of_bad_words(self) -> list[int]:
-        """The tokens that would end a bad word that the output has but for its end."""
+        """The tokens that would complete a bad word."""
         forbidden: list[int] = []
         for length in self._bad_lengths:
             first = len(self._token_ids) - length
@@ -82,12 +81,12 @@ class Adjuster:
 
 
 class Edits(NamedTuple):
-    """What to change about one row of logits.
+    """Edits of one row of logits.
 
     Attributes:
-        forbidden: token ids that may not be chosen.
+        forbidden: token ids to exclude.
         biased, biases: token ids, and what to add to each.
-        seen, factors, taken: token ids that the sequence has, the repetition penalty of each, and what to subtract.
+        seen, factors, taken: token ids of the sequence, the repetition penalty of each, and the amount to subtract.
     """
 
     forbidden: IntArray
@@ -102,7 +101,7 @@ NO_EDITS = Edits(np.empty(0, dtype=np.int64), np.empty(0, dtype=np.int64), np.em
 
 
 class SeenTokens:
-    """The distinct tokens of a sequence, and how often its output has each."""
+    """The distinct tokens of a sequence, and their counts in its output."""
 
     def __init__(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         self._places = {token_id: place for place, token_id in enumerate(dict.fromkeys(prompt))}
@@ -120,7 +119,7 @@ class SeenTokens:
 
     @property
     def output_counts(self) -> IntArray:
-        """How often each of them is in the output, `[n]`."""
+        """Their counts in the output, `[n]`."""
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:

@@ -1,7 +1,4 @@
-"""Log-probabilities of chosen tokens and of prompt tokens, as the model gave them, before anything is changed.
-
-Decides nothing about which tokens are chosen.
-"""
+"""Log-probabilities of sampled tokens and of prompt tokens, by the model's unadjusted logits."""
 
 from collections.abc import Iterable, Sequence
 
@@ -18,13 +15,13 @@ ROWS_AT_ONCE = 256
 
 
 class Scorer:
-    """Scores the rows of a step whose requests ask for it, each with as many of the likeliest tokens as it asks for.
+    """Scores the rows whose requests want log-probabilities, each with the requested number of likeliest tokens.
 
     Args:
         max_num_seqs: number of slots.
 
     Attributes:
-        is_needed: whether any sequence that has a slot asks for scores.
+        is_needed: whether any sequence with a slot wants scores.
     """
 
     def __init__(self, max_num_seqs: int) -> None:
@@ -33,12 +30,12 @@ class Scorer:
         self.is_needed = False
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """A sequence has moved into a slot."""
+        """Track a slot assignment."""
         params = assignment.params
         self._set(assignment.slot, params.logprobs, params.prompt_logprobs)
 
     def release(self, slots: Iterable[int]) -> None:
-        """The sequences in these slots want no scores any more."""
+        """Clear these slots."""
         for slot in slots:
             self._set(slot, None, None)
 
@@ -49,7 +46,7 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
-        """The scores of the tokens of `logits`' rows `[R, V]`, by row, where a request asks for one."""
+        """The scores of the tokens of `logits`' rows `[R, V]`, by row, where requested."""
         slots = batch.logit_slots_host
         num_top = np.where(batch.logit_targets_host >= 0, self._num_prompt_top[slots], self._num_top[slots])
         rows = np.flatnonzero(num_top >= 0)
@@ -74,8 +71,8 @@ def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_to
 def _likeliest(scored: torch.Tensor, logprobs: torch.Tensor, num_top: IntArray) -> list[tuple[list[int], list[float]]]:
     """For each row of `scored` `[N, V]` its `num_top` `[N]` likeliest tokens, best first, and their log-probabilities.
 
-    Of equally likely tokens those with lower ids come first. (Which of them `topk` names depends on how many are asked
-    for, and so on what other rows of the step ask for.)
+    Of equally likely tokens those with lower ids come first. (`topk`'s choice among them depends on k, and so on other
+    rows of the step.)
 
     Args:
         logprobs: `[N, V]`, of `scored`.

@@ -1,11 +1,10 @@
 """`Sampler`: from logits to tokens, for all rows of a step at once, each with its own parameters.
 
-Parameters are kept by slot and looked up for the rows of a step. Rows whose logits a request wants changed are taken
-apart and changed in float32 (`adjustments.py`); the others do not notice. Greedy rows cost one pass over the
-vocabulary; only rows that ask for it are filtered, and only rows that need it are sorted. On a CPU that is done by our
-kernels, which sort next to nothing (`kernels/sample.cpp`), elsewhere by torch's operators. Random numbers depend on
-(seed, sequence index, output position) alone, in the spirit of counter-based generators (Salmon et al., SC 2011):
-neither preemption, chunking, the order of rows nor other rows change them.
+Parameters are kept by slot and looked up for the rows of a step. Rows with adjustments are copied and changed in
+float32 (`adjustments.py`). Greedy rows cost one pass over the vocabulary; other rows are filtered and sorted only as
+needed: on a CPU by our kernels, which sort little (`kernels/sample.cpp`), elsewhere by torch's operators. Random
+numbers depend only on (seed, sequence index, output position), as in counter-based generators (Salmon et al., SC 2011):
+preemption, chunking and other rows do not change them.
 """
 
 from collections.abc import Iterable
@@ -27,7 +26,7 @@ INVALID_TOKEN = -1
 
 
 class Sampler:
-    """Chooses the next token of each logit row.
+    """Samples the next token of each logit row.
 
     Args:
         max_num_seqs: number of slots.
@@ -43,11 +42,11 @@ class Sampler:
         self._seed = np.zeros(max_num_seqs, dtype=np.uint64)
         self._index = np.zeros(max_num_seqs, dtype=np.uint64)
         self._prompt_len = np.zeros(max_num_seqs, dtype=np.int64)
-        self._adjusters: dict[int, Adjuster] = {}  # of those slots that need one
-        self._is_adjusted = np.zeros(max_num_seqs, dtype=np.bool_)  # whether that is so
+        self._adjusters: dict[int, Adjuster] = {}  # of slots that need one
+        self._is_adjusted = np.zeros(max_num_seqs, dtype=np.bool_)  # whether it is needed
 
     def assign(self, assignment: SlotAssignment) -> None:
-        """A sequence has moved into a slot."""
+        """Track a slot assignment."""
         slot, params = assignment.slot, assignment.params
         self._temperature[slot] = min(params.temperature, MAX_TEMPERATURE)
         self._top_k[slot] = max(params.top_k, 0)
@@ -62,7 +61,7 @@ class Sampler:
             self._adjusters[slot] = Adjuster(assignment)
 
     def release(self, slots: Iterable[int]) -> None:
-        """Forget what the sequences in these slots wanted changed."""
+        """Drop the adjustments of these slots."""
         for slot in slots:
             self._adjusters.pop(slot, None)
             self._is_adjusted[slot] = False
@@ -70,10 +69,10 @@ class Sampler:
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:
         """One token for each row of `logits` `[R, V]`, or `INVALID_TOKEN` where they are not finite; for rows that are
-        only scored, the token that is there already. This is the step's only transfer from the device.
+        only scored, their given token. This is the step's only transfer from the device.
 
         Args:
-            masks: which tokens some rows may choose from.
+            masks: token masks of constrained rows.
         """
         scored = batch.logit_targets_host >= 0
         if not scored.any():
@@ -110,8 +109,7 @@ class Sampler:
         return result
 
     def _edits(self, batch: RaggedBatch, rows: IntArray, slots: IntArray) -> dict[int, Edits]:
-        """What to change about the logits of `rows` `[N]`, in these `slots` `[N]`: by index into `rows`, where anything
-        is."""
+        """The edits of the logits of `rows` `[N]`, in `slots` `[N]`, by index into `rows`."""
         edits: dict[int, Edits] = {}
         for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
             row, adjuster = rows[place], self._adjusters[int(slots[place])]
@@ -151,7 +149,7 @@ def pick(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def has_kernels(logits: torch.Tensor) -> bool:
-    """Whether our kernels take these logits `[R, V]`."""
+    """Whether our kernels support these logits `[R, V]`."""
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
 
 

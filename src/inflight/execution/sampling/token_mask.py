@@ -1,6 +1,6 @@
-"""Masks of the tokens that a row of logits may choose from; all others become impossible.
+"""Masks of the tokens allowed in a row of logits.
 
-Knows bits and logits, not where the bits come from (`inflight.grammar`).
+Knows bits and logits, not their source (`inflight.grammar`).
 """
 
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ class TokenMasks(NamedTuple):
 def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
     """Set the logits of tokens that are not allowed to -inf, in place; NaN stays NaN.
 
-    Looks each byte of the mask up as eight upper limits, without a branch on a bit: a seventh of `masked_fill_`'s time.
+    Looks up each byte of the mask as eight upper limits, without branches: a seventh of `masked_fill_`'s time.
 
     Args:
         logits: `[R, V]`, floating point.

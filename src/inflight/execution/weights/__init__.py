@@ -1,1 +1,1 @@
-"""Weights that are laid out at load for how they will be read: linear layers, experts, tied embeddings."""
+"""Prepacked weights, laid out at load for their kernels: linear layers, experts, tied embeddings."""

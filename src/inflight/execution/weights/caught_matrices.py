@@ -1,6 +1,6 @@
-"""Parameters that a model multiplies with by itself, outside linear layers: routers, and experts that it runs in a way
-of its own. Tensor subclasses catch these products and run them with prepacked matrices, so that a token gets the same
-bits in any batch. For everything else they are parameters.
+"""Parameters that a model multiplies with outside linear layers: routers, and experts run by its own code. Tensor
+subclasses intercept these products and run them with prepacked matrices, so that a token gets the same bits in any
+batch. Otherwise they behave as parameters.
 """
 
 from collections.abc import Callable
@@ -17,18 +17,17 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 
 class CaughtMatrix(nn.Parameter):
-    """A matrix `[out, in]` that `functional.linear` multiplies with in prepacked form; for everything else it is a
-    parameter.
+    """A matrix `[out, in]` that `functional.linear` uses in prepacked form; otherwise a parameter.
 
     Attributes:
-        prepacked: one layer for each dtype that was asked for.
+        prepacked: one layer for each dtype used.
     """
 
     prepacked: dict[torch.dtype, PrepackedLinear]
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
-        """A weight `[out, in]`, or a copy of it, as one of these."""
+        """Wrap a weight `[out, in]`, or a copy of it."""
         weight = as_values(weight.detach())
         caught = torch.Tensor._make_subclass(cls, weight.clone() if is_copied else weight, False)
         caught.prepacked = {}
@@ -38,7 +37,7 @@ class CaughtMatrix(nn.Parameter):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Catch `functional.linear`; a copy in another dtype shares the prepacked forms."""
+        """Intercept `functional.linear`; a copy in another dtype shares the prepacked forms."""
         kwargs = kwargs or {}
         if function is functional.linear:
             return _linear(*args, **kwargs)
@@ -60,14 +59,14 @@ class CaughtMatrix(nn.Parameter):
             return rows_apart(out) if is_narrow(out.shape[-1]) else out
 
     def linear(self) -> PrepackedLinear:
-        """The layer that multiplies with it in its present dtype."""
+        """The prepacked layer for its current dtype."""
         if self.dtype not in self.prepacked:
             self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
         return self.prepacked[self.dtype]
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear`, with the names of its arguments, where one of them is a `CaughtMatrix`."""
+    """`functional.linear` with an argument that is a `CaughtMatrix`."""
     if isinstance(weight, CaughtMatrix):
         return weight.project(input, bias)
     with torch._C.DisableTorchFunctionSubclass():
@@ -75,19 +74,19 @@ def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 
 
 class CaughtMatrices(nn.Parameter):
-    """The matrices `[experts, …]` of a model that runs its experts in a way of its own. Those that it multiplies with,
-    one by one (`functional.linear(x, matrices[i])`: JetMoE, LongCat) or all at once (`torch.bmm`: Llama 4), are
-    prepacked when the first of them is used. For everything else it is a parameter.
+    """The matrices `[experts, …]` of a model that runs experts by its own code. Used one by one (`functional.linear(x,
+    matrices[i])`: JetMoE, LongCat) or all at once (`torch.bmm`: Llama 4), they are prepacked on first use. Otherwise a
+    parameter.
 
     Attributes:
-        used: the matrices `[out, in]`, by expert, once one was used.
+        used: the matrices `[out, in]`, by expert, after first use.
     """
 
     used: list[CaughtMatrix]
 
     @classmethod
     def from_weights(cls, weights: torch.Tensor) -> "CaughtMatrices":
-        """Weights `[experts, …]`, which are not copied, as one of these."""
+        """Wrap weights `[experts, …]`, without a copy."""
         matrices = torch.Tensor._make_subclass(cls, as_values(weights.detach()), False)
         matrices.used = []
         return matrices
@@ -96,7 +95,7 @@ class CaughtMatrices(nn.Parameter):
     def __torch_function__(
         cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Catch `matrices[i]` and `torch.bmm`."""
+        """Intercept `matrices[i]` and `torch.bmm`."""
         with torch._C.DisableTorchFunctionSubclass():
             if function is torch.bmm and len(args) == 2 and isinstance(args[1], CaughtMatrices):
                 return args[1].run_all(args[0])
@@ -111,8 +110,8 @@ class CaughtMatrices(nn.Parameter):
         return self.used[expert]
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:
-        """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`. A row of zeros, which is a
-        token that did not choose this expert, gives zeros without being multiplied."""
+        """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`. Rows of zeros (tokens that
+        did not choose this expert) are skipped."""
         if not self.used:
             self._prepack(self.detach().mT)
         out = x.new_zeros(*x.shape[:-1], self.shape[-1])

@@ -1,9 +1,9 @@
 """Mixtures of experts with prepacked weights. `transformers` keeps these as bare parameters, not as linear layers.
 
-All experts' matrices of one projection are one three-dimensional parameter, and models look up by name how to run them.
-"inflight" is our way: it runs the tokens of each expert together, and adds up each token's experts in the order of its
-own choice, so that a token gets the same bits in any batch. Routers, and the experts of models that look nothing up,
-are caught where the model multiplies with them (`caught_matrices`).
+All experts' matrices of one projection are one three-dimensional parameter, and models look up an implementation by
+name. Ours, "inflight", runs the tokens of each expert together, and sums each token's experts in its own order, so that
+a token gets the same bits in any batch. Routers, and experts of models without that lookup, are intercepted
+(`caught_matrices`).
 """
 
 from collections.abc import Callable
@@ -25,17 +25,17 @@ from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 COMPANY = 3
-"""Rows beside a single one: four do not differ from many."""
+"""Padding rows beside a single one: four rows have the bits of many."""
 
 
 class PrepackedExperts:
     """All experts of a module, each projection of each expert prepacked by itself.
 
     Attributes:
-        up_name, down_name: the parameters that they were.
-        up: the layers `hidden` to `intermediate` (twice that, where there is a gate), one for each expert.
+        up_name, down_name: the names of the original parameters.
+        up: the layers `hidden` to `intermediate` (twice that with a gate), one for each expert.
         down: the layers back to `hidden`.
-        num_chosen: how many of them a token chooses; all, as long as none has.
+        num_chosen: experts per token; all, before the first call.
     """
 
     def __init__(self, module: Any, weight_format: WeightFormat = PLAIN, release: ReleaseWeight | None = None) -> None:
@@ -47,13 +47,13 @@ class PrepackedExperts:
         self.number = self._register()
 
     def _usual_activation(self, module: Any) -> tuple[str, str]:
-        """That of a gate which our kernel knows; "none" for any other."""
+        """The gate's activation if our kernel supports it; else "none"."""
         is_usual = type(module)._apply_gate is _default_apply_gate and not module.has_post_expert_norm
         known = ACTIVATIONS.get(type(getattr(module, "act_fn", module)))
         return known if module.has_gate and is_usual and known else ("none", "none")
 
     def _register(self) -> int | None:
-        """The number by which our kernel knows these experts; None if it cannot run them."""
+        """The kernels' handle of these experts; None if unsupported."""
         panels = [each for each in (*self.up, *self.down) if isinstance(each, PanelLinear)]
         if len(panels) < len(self.up) + len(self.down):
             return None
@@ -65,12 +65,12 @@ class PrepackedExperts:
 
     @property
     def run_in_kernel(self) -> bool:
-        """Whether our kernel knows them."""
+        """Whether our kernel supports them."""
         return self.number is not None
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens `[T, hidden]` and the numbers of their experts `[T, K]` int64; returns `[T * K, hidden]`, in which the
-        row of an expert that does not exist is 0."""
+        """Tokens `[T, hidden]` and their expert ids `[T, K]` int64; returns `[T * K, hidden]`, with zeros for invalid
+        experts."""
         outputs: torch.Tensor
         self.num_chosen = chosen.shape[1]
         if self.number is None:
@@ -87,7 +87,7 @@ class PrepackedExperts:
         return outputs
 
     def _run_one_by_one(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The same as `run`, for layers that our kernel does not know: oneDNN's."""
+        """The same as `run`, for oneDNN's layers."""
         outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
@@ -112,7 +112,7 @@ class PrepackedExperts:
 
 
 def _between(module: Any, projected: torch.Tensor) -> torch.Tensor:
-    """What experts do between their projections, `[n, …]` to `[n, …]`: a gate, or an activation alone."""
+    """The function between an expert's projections, `[n, …]` to `[n, …]`: a gate, or an activation alone."""
     inner: torch.Tensor = module._apply_gate(projected) if module.has_gate else module.act_fn(projected)
     return inner
 
@@ -120,7 +120,7 @@ def _between(module: Any, projected: torch.Tensor) -> torch.Tensor:
 def _prepack_each(
     module: Any, name: str, weight_format: WeightFormat, release: ReleaseWeight | None
 ) -> list[PrepackedLinear]:
-    """A layer for each expert; the module's parameter is gone then."""
+    """Make a layer for each expert, removing the module's parameter."""
     weights = getattr(module, name).detach()
     biases = getattr(module, f"{name}_bias").detach() if module.has_bias else [None] * len(weights)
     linears = [
@@ -156,8 +156,8 @@ def prepack_experts(
     """Prepack the experts of `model`, which is ours alone.
 
     Args:
-        weight_format: of the experts; those that a model runs in a way of its own stay plain.
-        release: called with each parameter `[experts, …]` as soon as it is prepacked.
+        weight_format: of the experts; those run by the model's own code stay plain.
+        release: called with each parameter `[experts, …]` once prepacked.
     """
     for module in model.modules():
         config = getattr(module, "config", None)
@@ -170,8 +170,8 @@ def prepack_experts(
 
 
 def prepack_routers(model: PreTrainedModel) -> None:
-    """Prepack the routers of `model`, if it has experts: every matrix that `prepack_experts` and `prepack_linears` have
-    left, in no layer or in one that is never called."""
+    """Prepack the routers of `model`, if it has experts: every matrix left by `prepack_experts` and `prepack_linears`,
+    in no layer or in one that is never called."""
     if not any(
         hasattr(module, "inflight_experts")
         or any(isinstance(each, CaughtMatrices) for each in module.parameters(False))
@@ -185,7 +185,7 @@ def prepack_routers(model: PreTrainedModel) -> None:
 
 
 def _has_experts(module: nn.Module, number: int) -> bool:
-    """Whether a module says that it has `number` experts."""
+    """Whether a module has `number` experts."""
     return any("expert" in name and value == number for name, value in vars(module).items())
 
 
@@ -200,27 +200,27 @@ def routers_of(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def has_own_experts(model: PreTrainedModel) -> bool:
-    """Whether a prepacked model runs experts in a way of its own."""
+    """Whether a prepacked model runs experts by its own code."""
     return any(isinstance(each, CaughtMatrices) for each in model.parameters())
 
 
 class RouterRows(Enum):
-    """With how many rows a router runs that is given some."""
+    """How a router's rows are padded."""
 
     AS_GIVEN = "as given"
     IN_A_BATCH = "in a batch"
-    """With a few more, so that a single row is computed like one of several."""
+    """A few more rows, so that a single row is computed like one of several."""
     IN_STEPS = "in steps"
-    """With a multiple of `STEP`: some routers compute with the numbers of the experts that they have chosen, and torch
-    computes the end of a few numbers in another way."""
+    """To a multiple of `STEP`: some routers compute on the chosen expert ids, and torch computes the last few elements
+    differently."""
 
     def missing(self, num_rows: int) -> int:
-        """How many more than it is given."""
+        """The number of padding rows."""
         return {RouterRows.AS_GIVEN: 0, RouterRows.IN_A_BATCH: COMPANY, RouterRows.IN_STEPS: -num_rows % STEP}[self]
 
 
 def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
-    """Let the routers of `model` run with these numbers of rows from now on."""
+    """Set the padding of the routers of `model`."""
     for router in routers_of(model):
         forward = router.forward
         original = forward.args[0] if isinstance(forward, OwnForward) else forward
@@ -228,8 +228,7 @@ def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
 
 
 def _run_padded(forward: Callable[..., Any], router_rows: RouterRows, *args: Any, **kwargs: Any) -> Any:
-    """Run a router's `forward` on tokens `[…, T, hidden]`, its only tensor, and return the first T rows of what it
-    gives."""
+    """Run a router's `forward` on padded tokens `[…, T, hidden]`, its only tensor, and return the first T rows."""
     tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
     if not args or len(tensors) != 1 or tensors[0] is not args[0]:
         return forward(*args, **kwargs)

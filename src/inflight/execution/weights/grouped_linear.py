@@ -1,10 +1,9 @@
-"""Linear layers whose weights are kept in groups (`grouped_weight`), in two arithmetics.
+"""Linear layers with grouped weights (`grouped_weight`), in two arithmetics.
 
 *Exact* expands a few chunks of 32 inputs to the model's dtype in the L1 cache and multiplies them like a plain panel,
 so it gives the bits of a plain layer with the dequantized weight, and uses the matrix unit in bfloat16. *Fast* rounds
-the activations of each 32 inputs to int8; sums within a chunk are whole numbers, sums of chunks float32. The matrix
-unit has no part in it: its sums would have to be scaled after every 32 inputs, which takes as long as the products do
-without it.
+the activations of each 32 inputs to int8; sums within a chunk are integers, sums of chunks float32. It does not use the
+matrix unit, whose sums would need scaling after every 32 inputs, which takes as long as the products without it.
 """
 
 from dataclasses import replace
@@ -19,8 +18,8 @@ from inflight.execution.weights.prepacked_linear import StoredRows
 
 
 class GroupedLinear(PanelLinear):
-    """A layer that rounds the activations of 32 inputs to int8, with a scale of their own, and multiplies them with the
-    numbers as they are. (Where these are floats, it is an exact one.)"""
+    """A layer that rounds the activations of each 32 inputs to int8, with their own scale, and multiplies them with the
+    quantized numbers. (For float formats it is the exact one.)"""
 
     is_exact = False
     """Whether weights are expanded to the activations' dtype and multiplied like those of a plain layer."""
@@ -48,18 +47,18 @@ class GroupedLinear(PanelLinear):
 
 
 class ExactGroupedLinear(GroupedLinear):
-    """A layer that gives what a plain layer gives with the values of the weight."""
+    """A layer equal to a plain layer with the dequantized weight."""
 
     is_exact = True
 
 
 def can_group() -> bool:
-    """Whether weights can be kept in groups here: that takes our kernels."""
+    """Whether grouped weights are supported here; that needs our kernels."""
     return kernels_available()
 
 
 def supports_int8_activations() -> bool:
-    """Whether this CPU can do what `GroupedLinear` does; if not, that is an exact one."""
+    """Whether this CPU supports the fast arithmetic of `GroupedLinear`; if not, it is exact."""
     return can_group() and bool(torch.ops.inflight.supports_int8_activations())
 
 

@@ -1,5 +1,5 @@
-"""Linear layers whose weights are int8 with a scale for each output channel: each row of activations is rounded, too,
-with a scale of its own, just before the product. Sums are exact."""
+"""Linear layers with int8 weights, scaled per output channel; each row of activations is rounded to int8 with its own
+scale. Sums are exact."""
 
 from dataclasses import replace
 from functools import cache
@@ -15,7 +15,7 @@ from inflight.execution.weights.panels import PanelLinear, panels_of
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
 
 ZERO_POINT = 128
-"""oneDNN multiplies unsigned by signed integers, so rounded activations are shifted by this."""
+"""oneDNN multiplies unsigned by signed integers, so activations are shifted by this zero point."""
 
 
 def int8_layer() -> type[PrepackedLinear]:
@@ -25,8 +25,8 @@ def int8_layer() -> type[PrepackedLinear]:
 
 @cache
 def sums_int8(kind: type[PrepackedLinear]) -> bool:
-    """Whether int8 layers of a kind are right on this CPU, tried with the largest numbers that they can meet. Without
-    VNNI oneDNN adds pairs of products in 16 bits, which overflow."""
+    """Whether a kind of int8 layer is correct on this CPU, tested with the largest values. Without VNNI oneDNN adds
+    pairs of products in 16 bits, which overflow."""
     layer = kind(torch.ones(32, 64), None)
     return bool((layer(torch.ones(2, 64)) - 64).abs().max() < 1e-2)
 
@@ -45,7 +45,7 @@ class Int8PanelLinear(PanelLinear):
 
 
 class Int8OneDnnLinear(OneDnnLinear):
-    """oneDNN's product of integers; the rounding and scaling around it are torch's. The weight lies as `[in, out]`."""
+    """oneDNN's integer product; torch rounds and scales. The weight is `[in, out]`."""
 
     scales: torch.Tensor
 

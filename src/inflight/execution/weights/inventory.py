@@ -1,4 +1,4 @@
-"""What a model's weights are stored in, once they are prepacked."""
+"""Storage formats of a prepacked model's weights."""
 
 from collections.abc import Iterator
 
@@ -14,7 +14,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 
 def stored_weights(model: nn.Module) -> tuple[StoredWeights, ...]:
-    """All weights, each once, by what they are stored in; the largest share first."""
+    """All weights by storage format, each once; the largest share first."""
     seen: dict[int, tuple[str, int]] = {}
     for module in model.modules():
         for kind, key, num_bytes in _of_module(module):
@@ -27,8 +27,7 @@ def stored_weights(model: nn.Module) -> tuple[StoredWeights, ...]:
 
 
 def arithmetic_of(model: nn.Module) -> str | None:
-    """How weights of a few bits are multiplied, as `EngineConfig.quantization_arithmetic` calls it; None if there are
-    none."""
+    """The arithmetic of grouped weights, as in `EngineConfig.quantization_arithmetic`; None if there are none."""
     layers = [layer for module in model.modules() for layer in _layers(module)]
     if any(layer.scales is not None for layer in layers):  # int8, as are the activations
         return "fast"
@@ -37,7 +36,7 @@ def arithmetic_of(model: nn.Module) -> str | None:
 
 
 def _layers(module: nn.Module) -> Iterator[PrepackedLinear]:
-    """The prepacked layers that a module has itself."""
+    """A module's own prepacked layers."""
     experts = getattr(module, "inflight_experts", None)
     if isinstance(experts, PrepackedExperts):
         yield from (*experts.up, *experts.down)
@@ -48,7 +47,7 @@ def _layers(module: nn.Module) -> Iterator[PrepackedLinear]:
 
 
 def _of_module(module: nn.Module) -> Iterator[tuple[str, int, int]]:
-    """What a module's own weights are stored in, a number that tells them apart, and their bytes."""
+    """Format, identity and bytes of a module's own weights."""
     for layer in _layers(module):
         kind = layer.kind if isinstance(layer, GroupedLinear) else _name(layer.prepacked.dtype)
         num_bytes = layer.prepacked.numel() * layer.prepacked.dtype.itemsize

@@ -1,4 +1,4 @@
-"""The modules that stand in a model for its own: activations, linear layers that run as one, and narrow ones."""
+"""Replacement modules: activations, fused linear layers, and narrow ones."""
 
 from collections.abc import Sequence
 
@@ -9,29 +9,29 @@ from inflight.execution.weights.linear_calls import ACTIVATIONS
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 STEP = 64
-"""torch's elementwise operators take a multiple of this many elements at once, and compute the rest by another routine,
-with other bits."""
+"""torch's elementwise operators process multiples of this many elements, and the rest by another routine, with other
+bits."""
 MIN_INVARIANT_ROWS = 2
-"""A single row would take another path through oneDNN, with other bits."""
+"""oneDNN computes a single row differently, with other bits."""
 MAX_NARROW = 512
-"""Rows of more elements are not made apart: of what reads them, activations have operators of ours."""
+"""Wider rows are not spaced: activations that read them have our own operators."""
 
 
 def is_narrow(size: int) -> bool:
-    """Whether rows of this width could get other bits from what stands beside them."""
+    """Whether neighbours could change the bits of rows of this width."""
     return size % STEP != 0 and size < MAX_NARROW
 
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
-    """The same rows `[…, n]`, with a gap after each: what torch does with them (a sigmoid, say), it then does row by
-    row, so that their bits do not depend on how many rows there are."""
+    """The same rows `[…, n]`, with a gap after each, so that torch's elementwise operators work row by row, and bits do
+    not depend on the number of rows."""
     size = x.shape[-1]
-    gap = 2 - size % 2  # an even distance, so that pairs can be read as complex numbers
+    gap = 2 - size % 2  # an even stride, so that pairs can be read as complex numbers
     return x.new_empty(*x.shape[:-1], size + gap)[..., :size].copy_(x)
 
 
 class NarrowLinear(nn.Module):
-    """A prepacked layer of few outputs, in rows apart."""
+    """A prepacked layer of few outputs, in spaced rows."""
 
     def __init__(self, linear: PrepackedLinear) -> None:
         super().__init__()
@@ -44,8 +44,8 @@ class NarrowLinear(nn.Module):
 
 
 class RowActivation(nn.Module):
-    """An activation that gives an element the same bits wherever it lies. (torch's own operators compute the ends of a
-    thread's share by another routine, with other bits.)"""
+    """An activation whose bits do not depend on an element's place. (torch's operators compute the end of each thread's
+    share by another routine, with other bits.)"""
 
     def __init__(self, original: nn.Module) -> None:
         super().__init__()
@@ -60,10 +60,10 @@ class RowActivation(nn.Module):
 
 
 class SiblingLinears:
-    """Linear layers that read the same tensor, computed as one when the first of them is called.
+    """Linear layers that read the same tensor, computed together when the first is called.
 
     Args:
-        linear: all of them in one layer, in the order of their calls.
+        linear: the fused layer, in call order.
         sizes: the number of outputs of each.
     """
 
@@ -72,7 +72,7 @@ class SiblingLinears:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """The output `[…, out]` of one of them for `x` `[…, in]`. They are called in order, with the same `x`."""
+        """One layer's output `[…, out]` for `x` `[…, in]`. They are called in order, with the same `x`."""
         if number == 0:
             self._outputs = self.linear(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -82,7 +82,7 @@ class SiblingLinears:
 
 
 class SiblingLinear(nn.Module):
-    """One of several linear layers that are computed as one: it has the place of a `Linear` in the model."""
+    """One of several fused linear layers, in the place of a `Linear`."""
 
     def __init__(self, together: SiblingLinears, number: int) -> None:
         super().__init__()

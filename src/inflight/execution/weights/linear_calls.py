@@ -1,7 +1,7 @@
-"""Which linear layers can run as one, found by watching a forward pass.
+"""Finds linear layers to fuse, by observing a forward pass.
 
-Layers that read the same tensor one after the other (query, key and value; gate and up) can, and so can a layer and an
-activation that reads nothing but its output. Tensors are compared by identity; no architecture is known by name.
+Consecutive layers that read the same tensor (query, key and value; gate and up), and a layer with an activation that
+reads only its output. Tensors are compared by identity; no architecture is special-cased.
 """
 
 import re
@@ -25,18 +25,18 @@ ACTIVATIONS: dict[type[nn.Module], tuple[str, str]] = {
     NewGELUActivation: ("gelu", "tanh"),
     GELUTanh: ("gelu", "tanh"),
 }
-"""Activations that a prepacked layer computes itself: its name for each, and the variant."""
+"""Activations that a prepacked layer computes: its name for each, and the variant."""
 
 
 @dataclass
 class LinearCalls:
-    """What a forward pass did with linear layers; modules are given by name.
+    """A forward pass's use of linear layers; modules are given by name.
 
     Attributes:
         siblings: layers of one parent, in the order of their calls, that read the same tensor.
         activations: for each layer that an activation follows, this activation.
-        patterns: the names of called layers, with "#" for every number. A model may read the weight of a layer that it
-            never calls in its own way, so such a layer stays as it is.
+        patterns: the names of called layers, with "#" for every number. Other layers are left alone: a model may read
+            their weights directly.
     """
 
     siblings: list[tuple[str, ...]] = field(default_factory=list)
@@ -93,16 +93,16 @@ def watch_linears(model: nn.Module) -> Iterator[LinearCalls]:
 
 
 def is_linear(module: nn.Module) -> bool:
-    """Whether it is exactly one of the two linear layers that models are made of; a subclass may compute otherwise."""
+    """Whether it is exactly one of the two linear classes; a subclass may compute differently."""
     return type(module) in (nn.Linear, Conv1D)
 
 
 class OwnForward(partial[Any]):
-    """A `forward` that we have put into a module ourselves."""
+    """A `forward` that we have set on a module."""
 
 
 def is_watched(module: nn.Module) -> bool:
-    """Whether a caller has hooks on it, or a `forward` of his own in it, which another module would not run."""
+    """Whether a caller has set hooks or a `forward` on it, which a replacement would not run."""
     is_replaced = not isinstance(vars(module).get("forward"), OwnForward | None)
     return bool(module._forward_hooks or module._forward_pre_hooks or is_replaced)
 

@@ -1,7 +1,7 @@
-"""A model's linear layers, replaced by prepacked ones.
+"""Replaces a model's linear layers by prepacked ones.
 
-`linear_calls` has seen which of them run as one. Weights are prepacked layer by layer, and each plain copy is let go at
-once. Knows modules and tensors, no architecture; a prepacked model is proved afterwards (`preparation`).
+`linear_calls` says which are fused. Weights are prepacked layer by layer, and each original is released at once. No
+architecture is special-cased; a prepacked model is proved afterwards (`preparation`).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +22,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 from inflight.execution.weights.tied_embedding import read_rows_in_groups, share_prepacked_weight
 
 ReleaseWeight: TypeAlias = Callable[[torch.Tensor], None]
-"""Gives back the memory of a weight that was prepacked and is not needed any more."""
+"""Releases the memory of a prepacked weight."""
 
 
 def prepack_linears(
@@ -34,8 +34,8 @@ def prepack_linears(
     """Replace the linear layers of `model`, which is ours alone, by prepacked ones.
 
     Args:
-        calls: what a forward pass called, and what may run as one.
-        release: called with each weight `[out, in]` as soon as it is prepacked.
+        calls: the layers of a forward pass, and which to fuse.
+        release: called with each weight `[out, in]` once prepacked.
     """
     release = release or (lambda weight: None)
     embedding, head = behind(model.get_input_embeddings()), behind(model.get_output_embeddings())
@@ -51,7 +51,7 @@ def prepack_linears(
             modules[name]._parameters.clear()
             modules[name] = nn.Identity()
         del members
-    shared: dict[int, PrepackedLinear] = {}  # a module that has several names is prepacked once
+    shared: dict[int, PrepackedLinear] = {}  # a module with several names is prepacked once
     for name in list(modules):
         module = modules.pop(name)
         if isinstance(model.get_submodule(name), nn.Identity | SiblingLinear):
@@ -81,8 +81,7 @@ def prepack_linears(
 
 
 def _settle_groups(model: nn.Module) -> None:
-    """Deal with weights in groups that no layer has taken: an embedding's, and those of layers that are never
-    called."""
+    """Handle grouped weights outside called layers: an embedding's, and those of layers that are never called."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not isinstance(parameter.data, GroupedWeight):
@@ -94,7 +93,7 @@ def _settle_groups(model: nn.Module) -> None:
 
 
 def _joinable(siblings: Sequence[Sequence[str]], modules: Mapping[str, Any]) -> Iterator[list[str]]:
-    """Those of the layers that read the same tensor whose weights can be one, in the order of their calls."""
+    """The layers reading the same tensor whose weights can be fused, in call order."""
     for names in siblings:
         if not all(name in modules and is_linear(modules[name]) for name in names):
             continue
@@ -128,7 +127,7 @@ def _weight_and_bias(module: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
 
 
 def _together(members: Sequence[nn.Module], weight_format: WeightFormat) -> SiblingLinears:
-    """Linear layers that read the same tensor, in the order of their calls, as one layer."""
+    """Fuse linear layers that read the same tensor, in call order."""
     weights, biases = zip(*map(_weight_and_bias, members), strict=True)
     sizes = [weight.shape[0] for weight in weights]
     return SiblingLinears(
@@ -137,8 +136,7 @@ def _together(members: Sequence[nn.Module], weight_format: WeightFormat) -> Sibl
 
 
 def _joined(biases: Sequence[torch.Tensor | None], sizes: Sequence[int], dtype: torch.dtype) -> torch.Tensor | None:
-    """One bias `[sum(sizes)]` from those of all layers, `[out]` each, zeros where there is none; None if none has
-    one."""
+    """The fused bias `[sum(sizes)]` of all layers, `[out]` each, zeros where missing; None if none has one."""
     if all(bias is None for bias in biases):
         return None
     pairs = zip(biases, sizes, strict=True)

@@ -8,7 +8,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightL
 
 
 class OneDnnLinear(PrepackedLinear):
-    """A layer in whatever layout oneDNN prefers here."""
+    """A layer in the layout that oneDNN prefers here."""
 
     def _prepack(self, weight: torch.Tensor) -> None:
         self.prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
@@ -35,8 +35,8 @@ def read_layout(prepacked: torch.Tensor) -> WeightLayout | None:
     """The layout of a matrix `[rows, columns]` that oneDNN has prepacked; None if its descriptor is not the one of
     oneDNN's version 3.
 
-    The descriptor (`dnnl_memory_desc`, as oneDNN serialises it) gives the strides of blocks, and each block's own
-    dimensions from the outermost to the innermost, every one a piece of a dimension of the matrix.
+    The descriptor (`dnnl_memory_desc`, as oneDNN serialises it) gives the strides of blocks, and each block's
+    dimensions from outermost to innermost, each a part of a dimension of the matrix.
     """
     description = torch.ops.mkldnn._get_mkldnn_serialized_md(prepacked).numpy().tobytes()
     words = memoryview(description[: len(description) // 8 * 8]).cast("q")

@@ -12,11 +12,11 @@ from inflight.execution.shared_memory import shared
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}
-"""Neighbouring inputs that lie together for each of these outputs: as many as one instruction multiplies and adds."""
+"""Neighbouring inputs stored together for each output: as many as one instruction multiplies and adds."""
 
 
 class PanelLinear(PrepackedLinear):
-    """A layer in panels. The kernel knows it by its `number`."""
+    """A layer in panels; `number` is the kernels' handle."""
 
     number: int
 
@@ -26,7 +26,7 @@ class PanelLinear(PrepackedLinear):
         self._register(torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation))
 
     def _register(self, number: int) -> None:
-        """Remember what the kernel calls this layer, for as long as there is one."""
+        """Set the kernels' handle, released with the layer."""
         self.number = number
         delete_with(self, torch.ops.inflight.delete_linear, number)
 

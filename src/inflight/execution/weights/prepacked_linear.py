@@ -1,8 +1,7 @@
-"""What all prepacked linear layers have in common: a weight that was laid out once, at load, for how it will be read.
+"""The base class of prepacked linear layers, whose weight is laid out once, at load, for its kernel.
 
-`panels` and `onednn` have the layers, `formats` says which of them holds a weight in which format. A prepacked layer
-gives a row the same bits beside any number of other rows. (oneDNN's layers do so from two rows on: a single row takes
-another path there; callers never run one alone.)
+`panels` and `onednn` have the layers, `formats` chooses one for each format. A prepacked layer gives a row the same
+bits beside any other rows. (oneDNN's layers do so from two rows on; callers never run a single one.)
 """
 
 from abc import ABC, abstractmethod
@@ -30,30 +29,30 @@ def _has_onednn(dtype: torch.dtype) -> bool:
 
 
 class StoredRows(Protocol):
-    """A weight whose rows can be read out of the layer that holds it.
+    """A weight whose rows can be read from its layer.
 
     Attributes:
-        scales: `[out]` float32, how coarsely each row was rounded when it was prepacked; None: it was not.
+        scales: `[out]` float32, the quantization step of each row; None: not quantized.
     """
 
     @property
     def scales(self) -> torch.Tensor | None: ...
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The rows of these numbers: `[…]` int64 to `[…, in]`."""
+        """Rows by index: `[…]` int64 to `[…, in]`."""
         ...
 
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Where the elements of a prepacked weight lie, valid as long as its layer exists: element (row, column) is
+    """The layout of a prepacked weight, valid while its layer exists: element (row, column) is
     `elements[row_places[row] + column_places[column]]`.
 
     Attributes:
-        elements: the whole memory, `[size]` in the dtype that is stored.
+        elements: the whole memory, `[size]` in the stored dtype.
         row_places: `[out]` int64.
         column_places: `[in]` int64.
-        scales: `[out]` float32, what each row's elements are multiplied by; None: nothing.
+        scales: `[out]` float32, factors of the rows; None: none.
     """
 
     elements: torch.Tensor
@@ -62,7 +61,7 @@ class WeightLayout:
     scales: torch.Tensor | None = None
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """The weight's rows of these numbers: `[…]` int64 to `[…, in]`, in the stored dtype, or float32 if scaled."""
+        """Rows by index: `[…]` int64 to `[…, in]`, in the stored dtype, or float32 if scaled."""
         each = numbers.reshape(-1)  # indexing by a single number would read its value
         rows = self.elements[self.row_places[each][:, None] + self.column_places]
         rows = rows if self.scales is None else rows * self.scales[each][:, None]
@@ -70,7 +69,7 @@ class WeightLayout:
 
 
 class PrepackedLinear(nn.Module, ABC):
-    """`activation(x @ weight.T + bias)` with a weight that only this layer can read.
+    """`activation(x @ weight.T + bias)` with a prepacked weight.
 
     Args:
         weight: `[out, in]`, float32 or bfloat16; not kept.
@@ -79,7 +78,7 @@ class PrepackedLinear(nn.Module, ABC):
 
     Attributes:
         prepacked: the weight in the layer's own layout.
-        scales: `[out]` float32, where the stored weight has a scale for each output channel.
+        scales: `[out]` float32, if the stored weight has a scale per output channel.
     """
 
     prepacked: torch.Tensor
@@ -91,8 +90,8 @@ class PrepackedLinear(nn.Module, ABC):
         self.out_features, self.in_features = weight.shape
         self.weight = torch.empty(
             weight.shape, dtype=weight.dtype, device="meta"
-        )  # for those who ask for its dtype: it has no elements
-        self.bias = None if bias is None else bias.clone()  # not in a checkpoint's file, nor a caller's model
+        )  # empty; gives code that asks the weight's dtype
+        self.bias = None if bias is None else bias.clone()  # neither in a checkpoint's file nor in a caller's model
         self.activation, self.variant = activation, variant
         self.scales: torch.Tensor | None = None
         self._prepack(weight)
@@ -107,7 +106,7 @@ class PrepackedLinear(nn.Module, ABC):
 
     @abstractmethod
     def layout(self) -> StoredRows | None:
-        """What reads rows of the weight; None if it is not known where they lie."""
+        """Reads rows of the weight; None if the layout is unknown."""
 
     def extra_repr(self) -> str:
         """For `print(model)`."""

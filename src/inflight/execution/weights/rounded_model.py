@@ -1,5 +1,4 @@
-"""A model's weights, rounded to a few bits one after the other: what `EngineConfig.quantization` "int4" means, and what
-`inflight quantize` writes."""
+"""Quantizes a model's weights one after another, for `EngineConfig.quantization` "int4" and `inflight quantize`."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -17,13 +16,13 @@ from inflight.execution.weights.linear_calls import is_linear, is_watched
 from inflight.execution.weights.linears import ReleaseWeight
 
 ENDS = Rounding(8)
-"""Of the head, which chooses the tokens, and the input embedding, which often has the same weight, beside four bits."""
+"""Bits of the head and the input embedding, often one tied weight, when other weights have four."""
 Told: TypeAlias = Callable[[str, torch.Tensor, GroupedWeight], None]
-"""Is told the name of a weight that was rounded, what it was, and what it is."""
+"""Called with the name of a quantized weight, the original and the result."""
 
 
 def rounding_of(config: EngineConfig) -> Rounding | None:
-    """What `config` asks weights to be rounded to before the model is looked at; None: nothing."""
+    """The quantization that `config` applies before preparation; None: none."""
     if config.quantization.method != "int4":
         return None
     return Rounding(4, config.quantization.group_size, config.quantization.minima)
@@ -36,12 +35,12 @@ def round_weights(
     release: ReleaseWeight | None = None,
     told: Told | None = None,
 ) -> None:
-    """Round the linear layers and experts of `model`, which is ours alone, and beside four bits its input embedding.
-    Routers and what is in groups already stay as they are.
+    """Quantize the linear layers and experts of `model`, which is exclusively ours, and with four bits also its input
+    embedding. Routers and already grouped weights are kept.
 
     Args:
-        dtype: of the weights to those who use them.
-        release: called with each weight as soon as it is rounded.
+        dtype: the weights' nominal dtype.
+        release: called with each weight once quantized.
     """
     ends = (model.get_input_embeddings(), model.get_output_embeddings())
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -71,7 +70,7 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[Any, str, bool]]:
-    """What can be rounded: a module, its name for the parameter, and whether that is `[…, in, out]`."""
+    """Weights to quantize: module, parameter name, and whether it is `[…, in, out]`."""
     sizes = model.config.get_text_config().to_dict()
     numbers_of_experts = {value for key, value in sizes.items() if re.search(r"(^|_)(num|n)_.*expert", key)}
     for module in list(model.modules()):

@@ -1,5 +1,5 @@
-"""An input embedding without a weight of its own: it shares it with the output head, and once that is prepacked, reads
-rows there; or its weight is in groups, and rows are read out of them."""
+"""Input embeddings without their own weight: tied ones read rows from the prepacked output head, grouped ones from the
+grouped weight."""
 
 from typing import Any, cast
 
@@ -11,12 +11,11 @@ from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows
 
 HALF_A_STEP = 0.51
-"""How far an element that was rounded to a scale may be from what it was, relative to the scale: half, and what
-floating-point adds."""
+"""The largest rounding error relative to the scale: half, plus floating-point error."""
 
 
 class PrepackedEmbedding(nn.Embedding):
-    """An embedding without a weight of its own."""
+    """An embedding without its own weight."""
 
     weight: Any
 
@@ -26,12 +25,12 @@ class PrepackedEmbedding(nn.Embedding):
 
 
 class PrepackedTable:
-    """Stands for such an embedding's weight `[vocabulary, hidden]`, also for models that index it themselves.
+    """Replaces such an embedding's weight `[vocabulary, hidden]`, also for models that index it directly.
 
     Args:
         shape: the weight's.
         dtype: of the rows.
-        owner: of the memory behind the layout; kept as long as this.
+        owner: owner of the layout's memory, kept alive.
     """
 
     def __init__(
@@ -41,7 +40,7 @@ class PrepackedTable:
         self.device = torch.device("cpu")
 
     def rows(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Row numbers `[…]` int64 to `[…, hidden]`."""
+        """Row indices `[…]` int64 to `[…, hidden]`."""
         return self.layout.rows(numbers).to(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
@@ -54,8 +53,8 @@ class PrepackedTable:
 
 
 def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> None:
-    """Let `embedding` read its rows from `head`, which has its weight prepacked. The embedding keeps its own weight if
-    the head's layout is unknown, or a sample shows that it was misread."""
+    """Let `embedding` read its rows from `head`, whose weight is prepacked. The embedding keeps its own weight if the
+    head's layout is unknown, or a sample of rows is misread."""
     layout = head.layout()
     if layout is None:
         return
@@ -68,7 +67,7 @@ def share_prepacked_weight(embedding: nn.Embedding, head: PrepackedLinear) -> No
 
 
 def read_rows_in_groups(embedding: nn.Embedding) -> None:
-    """Let `embedding`, whose weight is in groups and in no layer, read its rows there with our operator."""
+    """Let `embedding`, whose weight is grouped and in no layer, read its rows with our operator."""
     weight = embedding.weight.data
     assert isinstance(weight, GroupedWeight)
     _replace_weight(embedding, PrepackedTable(weight.stored_rows, weight.shape, weight.dtype))
@@ -76,7 +75,7 @@ def read_rows_in_groups(embedding: nn.Embedding) -> None:
 
 def _replace_weight(embedding: nn.Embedding, table: PrepackedTable) -> None:
     kind = type(embedding)
-    # The forward pass of a subclass (one that scales, say) goes first, and finds the lookup in its base class.
+    # A subclass's forward pass (one that scales, say) runs first, and finds the lookup in its base class.
     embedding.__class__ = (
         PrepackedEmbedding if kind is nn.Embedding else type(f"Tied{kind.__name__}", (kind, PrepackedEmbedding), {})
     )

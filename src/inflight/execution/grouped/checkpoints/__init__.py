@@ -1,6 +1,6 @@
-"""Quantised checkpoints that are kept as they are: which tensors hold a weight, and what they stand for.
+"""Reads quantized checkpoints without requantization: the tensors of a weight, and their meaning.
 
-A method of quantisation is a module of this folder; `METHODS` has them by the name that `config.json` gives them.
+Each quantization method is a module of this folder; `METHODS` has them by their name in `config.json`.
 """
 
 from collections.abc import Mapping
@@ -29,8 +29,7 @@ AUTO_ROUND = {"auto_round:auto_gptq": "gptq", "auto_round:auto_awq": "awq"}
 
 
 def find_method(settings: Mapping[str, Any]) -> QuantizationMethod | None:
-    """The method that a `quantization_config` names; None if it is none of ours. Raises `ModelError` for what it cannot
-    read."""
+    """The method of a `quantization_config`; None if it is not ours. Raises `ModelError` for unsupported settings."""
     name = str(settings.get("quant_method"))
     if name == "auto-round":
         layout = str(settings.get("packing_format"))

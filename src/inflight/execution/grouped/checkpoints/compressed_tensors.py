@@ -1,5 +1,5 @@
-"""compressed-tensors, the format of llm-compressor: packed whole numbers (W4A16, W8A16), int8 (W8A8), floats of eight
-bits, and MXFP4. Activations keep the model's dtype, or are rounded as our kernels do it."""
+"""compressed-tensors, the format of llm-compressor: packed integers (W4A16, W8A16), int8 (W8A8), 8-bit floats, and
+MXFP4. Activations keep the model's dtype, or are rounded as by our kernels."""
 
 from collections.abc import Mapping, Set
 from typing import Any

@@ -1,5 +1,5 @@
-"""Floats of eight bits (`float8_e4m3fn`) with one scale, one for each output, or one for each block of a weight: what
-DeepSeek and Qwen publish, FBGEMM's, and compressed-tensors'. Activations keep the model's dtype."""
+"""FP8 (`float8_e4m3fn`) with a scale per weight, per output, or per block: DeepSeek's and Qwen's, FBGEMM's, and
+compressed-tensors'. Activations keep the model's dtype."""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -10,7 +10,7 @@ from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, Groups
 
 NOT_A_NUMBER = 127
-"""The number, but for its sign, that stands for NaN."""
+"""The code of NaN, without its sign."""
 
 
 class EightBitFloats(QuantizationMethod):

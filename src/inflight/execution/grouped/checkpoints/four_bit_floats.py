@@ -1,5 +1,5 @@
-"""MXFP4: floats of four bits (e2m1) in groups of 32 inputs that share a power of two. After the specification of the
-Open Compute Project, as gpt-oss stores it."""
+"""MXFP4: 4-bit floats (e2m1) in groups of 32 inputs with a power-of-two scale, by the Open Compute Project's
+specification, as in gpt-oss."""
 
 from collections.abc import Mapping, Set
 from typing import Any

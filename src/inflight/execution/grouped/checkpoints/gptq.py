@@ -1,5 +1,5 @@
-"""GPTQ: numbers of 2, 3, 4 or 8 bits, packed along the inputs, which may lie in an order of their own. After the
-layouts of AutoGPTQ and GPTQModel."""
+"""GPTQ: integers of 2, 3, 4 or 8 bits, packed along the inputs, which may be permuted, in the layouts of AutoGPTQ and
+GPTQModel."""
 
 from collections.abc import Mapping, Set
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a method of quantisation says about its checkpoints."""
+"""The interface of quantization methods."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Set
@@ -10,15 +10,15 @@ from inflight.execution.grouped.weight import Groups
 
 
 class QuantizationMethod(ABC):
-    """How a checkpoint stores its quantised weights: each in several tensors, its parts.
+    """How a checkpoint stores its quantized weights, each in several tensors, its parts.
 
     Args:
         settings: `quantization_config` of its `config.json`. Raises `ModelError` for what cannot be read.
 
     Attributes:
-        endings: how the names of parts end, which is also what parts are called here.
-        parameter: what stands in the parameter's name instead.
-        kind: what such weights are called in `model_info`.
+        endings: name endings of parts, which also name them here.
+        parameter: the ending of the parameter's name.
+        kind: the name of such weights in `model_info`.
         has_inputs_first: whether the model has the weight transposed, `[in, out]`.
     """
 

@@ -1,4 +1,4 @@
-"""The formats that weights can have once they are prepacked. Weights in groups keep their own."""
+"""Formats of prepacked weights. Grouped weights keep their own."""
 
 from inflight.execution.weights.formats.int8 import FORMAT as INT8
 from inflight.execution.weights.formats.interface import WeightFormat
@@ -8,6 +8,5 @@ __all__ = ["INT8", "PLAIN", "WeightFormat", "find_format"]
 
 
 def find_format(quantization: str | None, arithmetic: str = "auto") -> WeightFormat:
-    """The format of the weights that `EngineConfig.quantization` leaves as they are, in the arithmetic that
-    `quantization_arithmetic` names."""
+    """The format for `EngineConfig.quantization`, with the arithmetic of `quantization_arithmetic`."""
     return (INT8 if quantization == "int8" else PLAIN).with_arithmetic(arithmetic)

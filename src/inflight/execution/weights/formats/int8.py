@@ -1,4 +1,4 @@
-"""int8: weights have a scale for each output channel, and each row of activations is rounded to int8, too."""
+"""int8 weights with a scale per output channel, and int8 activations with a scale per row."""
 
 import torch
 from transformers import PreTrainedModel

@@ -1,4 +1,4 @@
-"""What a format of weights decides."""
+"""The interface of weight formats."""
 
 import copy
 from abc import ABC, abstractmethod
@@ -15,13 +15,12 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_pre
 
 
 class WeightFormat(ABC):
-    """How the weights of linear layers and experts are stored once they are prepacked.
+    """How prepacked weights of linear layers and experts are stored.
 
     Attributes:
         name: "plain", or as `EngineConfig.quantization` says it.
         is_lossless: whether every weight keeps its value.
-        is_exact: the arithmetic of weights in groups: whether they are multiplied in the model's dtype, or activations
-            are rounded, too.
+        is_exact: the arithmetic of grouped weights: in the model's dtype, or with rounded activations.
     """
 
     name: str
@@ -29,27 +28,27 @@ class WeightFormat(ABC):
     is_exact: bool = True
 
     def with_arithmetic(self, name: str) -> Self:
-        """The same format in the arithmetic that `EngineConfig.quantization_arithmetic` names."""
+        """The same format with the arithmetic of `EngineConfig.quantization_arithmetic`."""
         chosen = copy.copy(self)
         chosen.is_exact = name == "exact" or (name == "auto" and not prefers_int8_activations())
         return chosen
 
     def rounds(self, model: PreTrainedModel) -> bool:
-        """Whether anything is rounded that is not rounded in `model`, whose weights are not prepacked yet. If not, the
-        prepacked one is held to the tolerance of its dtype; else only to a loose one, which finds mistakes."""
+        """Whether prepacking rounds anything that is not rounded in `model`, not prepacked yet. If so, the prepacked
+        model is held only to a loose tolerance, which finds gross mistakes."""
         weights = (parameter.data for parameter in model.parameters())
         are_rounded = any(isinstance(each, GroupedWeight) and each.grouping.has_integers for each in weights)
         return not self.is_lossless or (are_rounded and not self.is_exact)
 
     @abstractmethod
     def layer_class(self, dtype: torch.dtype) -> type[PrepackedLinear]:
-        """The layer for this CPU, for weights that come in `dtype` (float32 or bfloat16)."""
+        """The layer class on this CPU for weights of `dtype` (float32 or bfloat16)."""
 
     def prepack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, activation: str = "none", variant: str = "none"
     ) -> PrepackedLinear:
-        """A layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. A weight
-        in groups stays as it is."""
+        """Make a layer from a weight `[out, in]`, float32 or bfloat16, and a bias `[out]`; see `PrepackedLinear`. A
+        grouped weight is kept."""
         if isinstance(weight, GroupedWeight) and weight.is_transposed:
             weight = weight.values()
         layer = self._layer_in_groups(weight) if isinstance(weight, GroupedWeight) else self.layer_class(weight.dtype)
@@ -62,7 +61,7 @@ class WeightFormat(ABC):
         return by_channels if is_by_channels(weight) and sums_int8(by_channels) else GroupedLinear
 
     def why_unusable(self, model: PreTrainedModel) -> str | None:
-        """Why `model` cannot have this format here, as words that follow the format's name; None: it can."""
+        """Why `model` cannot have this format here, in words after the format's name; None: it can."""
         if can_prepack(model):
             return None
         return f"needs float32, or bfloat16 where the CPU supports it, on a CPU; not {model.dtype} on {model.device}"

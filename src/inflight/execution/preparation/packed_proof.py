@@ -135,7 +135,6 @@ def prepare_packed(
     let_go: LetGo | None = None,
     rank: Rank | None = None,
     is_listed: bool = False,
-    known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model that was proved to run packed, compare it with its plain results, and leave it ready to run.
 
@@ -148,19 +147,11 @@ def prepare_packed(
         rank: whose part of the model is to run, beside the other ranks; None: all of it.
         is_listed: whether a proof on a proxy says all about it but what its weights are: then nothing is compared
             before they are prepacked.
-        known: what an earlier preparation of the same model found: nothing is compared.
 
     Raises:
         ModelError: the model does not give its plain results, or cannot be divided.
         PrepackingError: it does not give them after prepacking.
     """
-    if known is not None:
-        use_attention(model, "inflight")
-        if known.linear_calls is not None:
-            _prepack(model, known.linear_calls, weight_format, let_go)
-        if known.router_rows is not None:
-            pad_routers(model, known.router_rows)
-        return known
     with _refusing(model):
         workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
@@ -203,6 +194,18 @@ def prepare_packed(
         counting=proof.counting,
         notes=tuple(notes),
     )
+
+
+def prepare_again(
+    model: PreTrainedModel, known: PreparationReport, weight_format: WeightFormat, let_go: LetGo | None
+) -> PreparationReport:
+    """`prepare_packed`, with what an earlier preparation of the same model found: nothing is compared."""
+    use_attention(model, "inflight")
+    if known.linear_calls is not None:
+        _prepack(model, known.linear_calls, weight_format, let_go)
+    if known.router_rows is not None:
+        pad_routers(model, known.router_rows)
+    return known
 
 
 def _prepack(model: PreTrainedModel, calls: LinearCalls, weight_format: WeightFormat, let_go: LetGo | None) -> None:

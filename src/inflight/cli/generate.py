@@ -55,9 +55,7 @@ def generate(
     model: str | None,
     file: Path | None,
     output: Path | None,
-    jsonl: bool,
     chat: bool,
-    quiet: bool,
     record: Path | None,
     adapter: str | None,
     **options: Any,
@@ -83,7 +81,7 @@ def generate(
     quiet_libraries()
     if is_batch:
         with out:
-            _answer_batch(model, engine_values(options), lines, out, quiet)
+            _answer_batch(model, engine_values(options), lines, out, options["quiet"])
         return
     from inflight import LLM, SamplingParams
     from inflight.observe.progress import seconds_between_drawings, with_progress
@@ -94,7 +92,7 @@ def generate(
     inputs = [_input(line, chat) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
-    if is_plain and not jsonl and output is None and llm.tokenizer is not None:
+    if is_plain and not options["jsonl"] and output is None and llm.tokenizer is not None:
         with _recorded(llm, record), closing(llm.stream(inputs[0], params, adapter=adapter)) as deltas:
             for delta in deltas:
                 print(delta.text, end="", flush=True)
@@ -109,7 +107,7 @@ def generate(
         _interrupts_between(stream) as deltas,
     ):
         shown = with_progress(deltas, len(lines), seconds_between=seconds_between_drawings())
-        _write_in_order(deltas if quiet else shown, lines, out)
+        _write_in_order(deltas if options["quiet"] else shown, lines, out)
 
 
 def structure_values(options: dict[str, Any]) -> dict[str, Any]:

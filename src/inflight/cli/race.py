@@ -49,13 +49,9 @@ def race(
     prompts: tuple[str, ...],
     model: str | None,
     file: Path | None,
-    num_requests: int,
     caps: tuple[int, ...],
-    seed: int,
     names: tuple[str, ...],
     verbose: bool,
-    html: Path | None,
-    png: Path | None,
     **options: Any,
 ) -> None:
     """Run the same requests through static waves, padded and ragged batches, and the engine.
@@ -70,7 +66,7 @@ def race(
 
     from inflight.observe.pictures import check_pictures
 
-    if html or png:
+    if options["html"] or options["png"]:
         check_pictures()
     from inflight.contracts.config import EngineConfig
     from inflight.execution.hf.source import model_source
@@ -90,17 +86,16 @@ def race(
             log["text_of"] = tokenizer.decode
     else:
         (most,) = one_each(caps, 1)
-        requests = mixed_requests(num_requests, most, setting.engine.model_info.vocab_size, seed)
+        requests = mixed_requests(options["num_requests"], most, setting.engine.model_info.vocab_size, options["seed"])
     methods = {name: method for name, method in setting.methods.items() if not names or name in names}
     pace = Pace.measure(setting.model, setting.num_slots, max(len(request.prompt_token_ids) for request in requests))
     say_if_long(len(methods) * pace.seconds(requests, setting.num_slots))
     console = Console()
     result = run_race(methods, requests, setting.num_slots, console, **log)
     console.print(result)
-    if html:
-        write_html(result, html)
-    if png:
-        write_png(result, png)
+    for name, write in (("html", write_html), ("png", write_png)):
+        if options[name]:
+            write(result, options[name])
 
 
 def _requests(

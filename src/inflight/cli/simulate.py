@@ -43,9 +43,7 @@ def simulate(
     step_cost: str | None,
     acceptance: float | None,
     replicas: int,
-    routing: str,
     record: Path | None,
-    as_json: bool,
     **options: Any,
 ) -> None:
     """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
@@ -106,14 +104,20 @@ def simulate(
         observer = stack.enter_context(Recorder(record, config)).observe if record else None
         if replicas > 1:
             report = simulate_replicas(
-                requests, config, watched or cost, replicas, routing, model=model, acceptance_rate=acceptance_rate
+                requests,
+                config,
+                watched or cost,
+                replicas,
+                options["routing"],
+                model=model,
+                acceptance_rate=acceptance_rate,
             )
         else:
             report = run(
                 requests, config, watched or cost, model=model, observer=observer, acceptance_rate=acceptance_rate
             )
     beyond = {} if watched is None else {"num_extrapolated_steps": watched.num_beyond}
-    if as_json:
+    if options["as_json"]:
         print(json.dumps({**report.as_dict(), "step_cost": cost.as_dict(), **beyond}))
         return
     console = Console(highlight=False)

@@ -35,7 +35,7 @@ from inflight.execution.preparation.own_attention import (
     prepare_own_attention,
     prove_prepacking,
 )
-from inflight.execution.preparation.packed_proof import MakeBackend, prepare_packed, prove_packed
+from inflight.execution.preparation.packed_proof import MakeBackend, prepare_again, prepare_packed, prove_packed
 from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.proof_result import ProofResult, RunMode, proof_key
 from inflight.execution.preparation.proxy import make_proxy
@@ -294,18 +294,20 @@ class _Search:
             name, stored = config.debug.attention_backend, config.kv_cache.dtype
             return make_backend(name, model.device, model.dtype, block_size, stored)
 
-        report = prepare_packed(
-            model,
-            backend,
-            weight_format=find_format(config.quantization.method, config.quantization.arithmetic),
-            rounds_cache=config.kv_cache.dtype != "auto",
-            is_large=is_short,
-            release=self._release,
-            rank=self._rank,
-            is_listed=self._is_listed and is_short,
-            known=known,
-        )
-        if known is None:
+        weight_format = find_format(config.quantization.method, config.quantization.arithmetic)
+        if known is not None:
+            report = prepare_again(model, known, weight_format, self._release)
+        else:
+            report = prepare_packed(
+                model,
+                backend,
+                weight_format=weight_format,
+                rounds_cache=config.kv_cache.dtype != "auto",
+                is_large=is_short,
+                release=self._release,
+                rank=self._rank,
+                is_listed=self._is_listed and is_short,
+            )
             report = replace(report, notes=(*report.notes, *_notes_on_generate(result)))
 
         def make(block_size: int, num_slots: int) -> Executor:

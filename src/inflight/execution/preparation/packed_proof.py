@@ -135,7 +135,6 @@ def prepare_packed(
     release: ReleaseWeight | None = None,
     rank: Rank | None = None,
     is_listed: bool = False,
-    known: PreparationReport | None = None,
 ) -> PreparationReport:
     """Prepack a model proved to run packed, compare it with the reference, and leave it ready to run.
 
@@ -148,19 +147,11 @@ def prepare_packed(
         rank: the rank whose shard is to run; None: the whole model.
         is_listed: whether a proof on a proxy covers everything but its weights: then it is compared only after
             prepacking.
-        known: the result of an earlier preparation of the same model: nothing is compared.
 
     Raises:
         ModelError: the model deviates from the reference, or cannot be sharded.
         PrepackingError: it does not give them after prepacking.
     """
-    if known is not None:
-        use_attention(model, "inflight")
-        if known.linear_calls is not None:
-            _prepack(model, known.linear_calls, weight_format, release)
-        if known.router_rows is not None:
-            pad_routers(model, known.router_rows)
-        return known
     with _refusing(model):
         workload = IN_SHORT if is_large else IN_A_ROW
         proof = PackedProof(model, max(workload.lengths), workload)
@@ -203,6 +194,18 @@ def prepare_packed(
         counting=proof.counting,
         notes=tuple(notes),
     )
+
+
+def prepare_again(
+    model: PreTrainedModel, known: PreparationReport, weight_format: WeightFormat, release: ReleaseWeight | None
+) -> PreparationReport:
+    """`prepare_packed` with the report of an earlier preparation of the same model: nothing is compared."""
+    use_attention(model, "inflight")
+    if known.linear_calls is not None:
+        _prepack(model, known.linear_calls, weight_format, release)
+    if known.router_rows is not None:
+        pad_routers(model, known.router_rows)
+    return known
 
 
 def _prepack(

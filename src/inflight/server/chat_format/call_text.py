@@ -142,9 +142,7 @@ class CallText:
         self._default: dict[str, Any] | None = None if is_bare else {}
         self.open_first = regex.compile(rf"{field.open_re.pattern}|\G\s*+(?=\{{)") if is_bare else field.open_re
         self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
-        self._in_json = replace(field, content="json", content_args={})
-        self._delims = field.content_args.get("string_delims", [])
-        self.is_json = field.content == "json" and not self._delims
+        self.is_json = field.content == "json" and not field.content_args.get("string_delims")
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
         value = _VALUE.search(pattern)
@@ -203,9 +201,9 @@ class CallText:
         """What is between a call's marks, so that the library reads all of it, and the field to read it by."""
         args = self.field.content_args
         if self._is_marked:
-            return json.dumps(self._marked(body, name)), self._in_json
-        if self._delims or args.get("unquoted_keys"):
-            return _as_json(body, self._delims), self._in_json
+            return json.dumps(self._marked(body, name)), replace(self.field, content="json", content_args={})
+        if (delims := args.get("string_delims", [])) or args.get("unquoted_keys"):
+            return _as_json(body, delims), replace(self.field, content="json", content_args={})
         if "tag_pattern" in args and self._search(self._tags.sub, "", body).strip():  # the library needs as long
             raise ValueError("there is text outside of the marks")
         return body, self.field

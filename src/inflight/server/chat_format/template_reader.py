@@ -68,6 +68,23 @@ class _Call:
         self.searched = self.searched_in_reasoning = self.scanned = self.behind
 
 
+@dataclasses.dataclass(slots=True)
+class _Edge:
+    """Where the text that was reported ends.
+
+    Attributes:
+        field: of the text that was reported last.
+        is_new: whether the present field has no text yet.
+        held: white space that is reported only if text follows.
+        drops_space: whether white space that comes now is not reported.
+    """
+
+    field: Any = None
+    is_new: bool = True
+    held: str = ""
+    drops_space: bool = False
+
+
 class TemplateReader(Blocks):
     """Reads one answer.
 
@@ -101,17 +118,16 @@ class TemplateReader(Blocks):
         self._num_tried = 0  # calls at the end of the text that are none, within reasoning
         self._text, self._num_begun = begun, len(begun)
         self._position = 0  # up to which the text was reported
-        self._drops_space = False  # whether white space that comes now is not reported
-        self._held = ""  # white space that is reported only if text follows
-        self._is_new = True  # whether the present field has no text yet
-        self._last: Any = None  # the field of the text that was reported last
-        self._is_plain = True  # whether nothing but content was reported
-        self._is_first = True  # whether nothing but reasoning was
+        self._edge = _Edge()
         self._is_dropped = False  # whether the present call is one too many
         self._read(is_last=False)
-        self.blocks, self._grown = [], []
-        self._is_plain, self._is_first, self._last = True, True, None
-        self._is_anything_shown = False
+        super().__init__()
+        self._edge.field = None
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether no content and no call was reported."""
+        return all(isinstance(block, ReasoningBlock) for block in self.blocks)
 
     def _take(self, text: str, is_last: bool) -> None:
         """Report what is certain now that the text has grown; at its end, also what was held back."""
@@ -121,11 +137,11 @@ class TemplateReader(Blocks):
             return
         self._read(is_last=True)
         if self._is_in_reasoning:
-            self._held = ""
+            self._edge.held = ""
         rest = self._text[self._num_begun :]
-        if self._is_plain and self._held:
-            self._add(TextBlock, self._held)
-        elif not self._is_anything_shown and self._implicit is None and rest.strip():
+        if self._edge.held and all(isinstance(block, TextBlock) for block in self.blocks):
+            self._add(TextBlock, self._edge.held)
+        elif not self.blocks and self._implicit is None and rest.strip():
             self._add(TextBlock, rest)  # it stands outside of all marks, and must not be lost
 
     # ------------------------------------------------------------------------------------- marks
@@ -194,9 +210,9 @@ class TemplateReader(Blocks):
     def _move(self, position: int, field: hf.ResponseTemplateField | None) -> None:
         """Begin a field's text behind a mark."""
         was_in_reasoning, self._field = self._is_in_reasoning, field
-        self._position, self._is_new = position, True
+        self._position, self._edge.is_new = position, True
         if was_in_reasoning or self._is_in_reasoning:
-            self._drops_space, self._held = True, ""
+            self._edge.drops_space, self._edge.held = True, ""
 
     # ------------------------------------------------------------------------------------- calls
 
@@ -337,19 +353,18 @@ class TemplateReader(Blocks):
 
     def _show(self, field: Any, text: str) -> None:
         """Report text of a field, all but the white space at its end; None: of a call that is none."""
-        if self._drops_space:
+        edge = self._edge
+        if edge.drops_space:
             text = text.lstrip()
-        whole = self._held + text
+        whole = edge.held + text
         shown = whole.rstrip()
-        self._held = whole[len(shown) :]
+        edge.held = whole[len(shown) :]
         if not shown:
             return
-        self._drops_space, self._is_anything_shown = False, True
-        if self._is_new and field is not None and field is self._last and field.join:
+        if edge.is_new and field is not None and field is edge.field and field.join:
             shown = field.join + shown
-        self._is_new, self._last = False, field
+        edge.drops_space, edge.is_new, edge.field = False, False, field
         is_reasoning = field is not None and field.name in self._reasoning
-        self._is_plain, self._is_first = self._is_plain and not is_reasoning, self._is_first and is_reasoning
         self._add(ReasoningBlock if is_reasoning else TextBlock, shown)
 
     def _end_calls(self, calls: Calls | None, end: int) -> None:
@@ -360,10 +375,10 @@ class TemplateReader(Blocks):
             for name, arguments in calls:
                 self._begin_call(name)
                 self._give_arguments(arguments)
-        self._is_new = True
+        self._edge.is_new = True
 
     def _begin_call(self, name: str) -> None:
-        self._held, self._is_plain, self._is_first, self._last, self._is_anything_shown = "", False, False, None, True
+        self._edge.held, self._edge.field = "", None
         self._is_dropped = self.num_calls > 0 and not self._is_parallel
         if not self._is_dropped:
             call = CallBlock(self._new_call_id(), name)

@@ -54,6 +54,26 @@ COUNT_BUCKETS = tuple(float(digit * 10**power) for power in range(6) for digit i
 PREEMPTIONS_BUCKETS = (0, 1, 2, 5, 10, 20)
 SEQUENCES_BUCKETS = (1, 2, 5, 10, 20)
 
+HISTOGRAMS: dict[str, tuple[str, Sequence[float]]] = {
+    "time_to_first_token_seconds": ("From a request's start to its first token.", FIRST_TOKEN_BUCKETS),
+    "inter_token_latency_seconds": ("From one token of a sequence to the next.", TOKEN_BUCKETS),
+    "request_time_per_output_token_seconds": ("From one token to the next, a request's mean.", TOKEN_BUCKETS),
+    "e2e_request_latency_seconds": ("From a request's start to its end.", REQUEST_BUCKETS),
+    "request_queue_time_seconds": ("From a request's arrival to its first step.", REQUEST_BUCKETS),
+    "request_prefill_time_seconds": ("From its first step to its first token.", REQUEST_BUCKETS),
+    "request_decode_time_seconds": ("From its first token to its last.", REQUEST_BUCKETS),
+    "request_inference_time_seconds": ("From its first step to its last token.", REQUEST_BUCKETS),
+    "request_prompt_tokens": ("Tokens of a request's prompt.", COUNT_BUCKETS),
+    "request_generation_tokens": ("Tokens that a request generated.", COUNT_BUCKETS),
+    "request_max_num_generation_tokens": ("Tokens of a request's longest sequence.", COUNT_BUCKETS),
+    "request_params_max_tokens": ("`max_tokens` of requests that set it.", COUNT_BUCKETS),
+    "request_num_preemptions": ("Preemptions of a request's sequences.", PREEMPTIONS_BUCKETS),
+    "request_params_n": ("`n` of requests.", SEQUENCES_BUCKETS),
+}
+"""What is observed of requests, by its name without "vllm:": what it says, and its buckets."""
+INTER_TOKEN = "inter_token_latency_seconds"
+OLDER_NAMES = {INTER_TOKEN: "vllm:time_per_output_token_seconds"}
+
 
 @dataclass(slots=True)
 class _Running:
@@ -93,7 +113,11 @@ class Metrics(Middleware, RequestObserver):
         self._running: dict[str, _Running] = {}
         self.registry = CollectorRegistry()
         self.engines = EngineMetrics(model_name, self.registry)
-        self._request_metrics()
+        self._histograms = {name: self._histogram(name, *how) for name, how in HISTOGRAMS.items()}
+        ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
+        self._ends = {each: ends.labels(model_name, each) for each in ("stop", "length", "abort", "error")}
+        self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
+        self._http_requests = http_requests(self.registry)
         self._batches = BatchMetrics(model_name, self.registry)
 
     def describe_adapters(self, most: int, *, of_several_models: bool = False) -> None:
@@ -106,45 +130,6 @@ class Metrics(Middleware, RequestObserver):
         for each in tuple(self._running.values()):
             if each.adapter is not None:
                 yield each.adapter, bool(each.last)
-
-    def _request_metrics(self) -> None:
-        self._time_to_first_token = self._histogram(
-            "vllm:time_to_first_token_seconds", "From a request's start to its first token.", FIRST_TOKEN_BUCKETS
-        )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds",
-            "From one token of a sequence to the next.",
-            TOKEN_BUCKETS,
-            older_name="vllm:time_per_output_token_seconds",
-        )
-        self._mean_inter_token = self._histogram(
-            "vllm:request_time_per_output_token_seconds", "From one token to the next, a request's mean.", TOKEN_BUCKETS
-        )
-        times = (
-            ("vllm:e2e_request_latency_seconds", "From a request's start to its end."),
-            ("vllm:request_queue_time_seconds", "From a request's arrival to its first step."),
-            ("vllm:request_prefill_time_seconds", "From its first step to its first token."),
-            ("vllm:request_decode_time_seconds", "From its first token to its last."),
-            ("vllm:request_inference_time_seconds", "From its first step to its last token."),
-        )
-        histograms = [self._histogram(name, what, REQUEST_BUCKETS) for name, what in times]
-        self._latency, self._queue_time, self._prefill_time, self._decode_time, self._inference_time = histograms
-        counts = (
-            ("vllm:request_prompt_tokens", "Tokens of a request's prompt."),
-            ("vllm:request_generation_tokens", "Tokens that a request generated."),
-            ("vllm:request_max_num_generation_tokens", "Tokens of a request's longest sequence."),
-            ("vllm:request_params_max_tokens", "`max_tokens` of requests that set it."),
-        )
-        histograms = [self._histogram(name, what, COUNT_BUCKETS) for name, what in counts]
-        self._num_prompt_tokens, self._num_generated_tokens, self._longest, self._max_tokens = histograms
-        self._preemptions = self._histogram(
-            "vllm:request_num_preemptions", "Preemptions of a request's sequences.", PREEMPTIONS_BUCKETS
-        )
-        self._n = self._histogram("vllm:request_params_n", "`n` of requests.", SEQUENCES_BUCKETS)
-        ends = self._counters("vllm:request_success", "Finished requests, by how they ended.", "finished_reason")
-        self._ends = {each: ends.labels(self._model_name, each) for each in ("stop", "length", "abort", "error")}
-        self._aborts = self._counters("inflight:request_aborts", "Requests that ended early, by reason.", "reason")
-        self._http_requests = http_requests(self.registry)
 
     # ------------------------------------------------------------------------------------- requests
 
@@ -161,14 +146,14 @@ class Metrics(Middleware, RequestObserver):
             return
         if not running.last:
             running.last = now
-            self._time_to_first_token.observe(now - running.start)
+            self._observe(time_to_first_token_seconds=now - running.start)
             return
         running.num_pending += num_new_tokens
         num_each = running.num_pending // running.num_sequences
         if num_each:
             gap = (now - running.last) / num_each
             for _ in range(num_each):
-                self._inter_token.observe(gap)
+                self._histograms[INTER_TOKEN].observe(gap)
             running.last = now
             running.num_pending -= num_each * running.num_sequences
 
@@ -182,10 +167,10 @@ class Metrics(Middleware, RequestObserver):
         if running is None or reason == "refused":
             return
         self._ends[reason if reason in self._ends else "abort"].inc()
-        self._latency.observe(time.monotonic() - running.start)
-        self._n.observe(running.num_sequences)
+        latency = time.monotonic() - running.start
+        self._observe(e2e_request_latency_seconds=latency, request_params_n=running.num_sequences)
         if running.params.max_tokens is not None:
-            self._max_tokens.observe(running.params.max_tokens)
+            self._observe(request_params_max_tokens=running.params.max_tokens)
         if output is not None:
             self._observe_output(output)
 
@@ -194,23 +179,31 @@ class Metrics(Middleware, RequestObserver):
         self._batches.update(batch)
 
     def _observe_output(self, output: RequestOutput) -> None:
-        lengths = [len(each.token_ids) for each in output.outputs]
-        self._num_prompt_tokens.observe(len(output.prompt_token_ids))
-        self._num_generated_tokens.observe(sum(lengths))
-        self._longest.observe(max(lengths))
-        times = output.metrics
-        self._preemptions.observe(times.num_preemptions)
+        lengths, times = [len(each.token_ids) for each in output.outputs], output.metrics
+        self._observe(
+            request_prompt_tokens=len(output.prompt_token_ids),
+            request_generation_tokens=sum(lengths),
+            request_max_num_generation_tokens=max(lengths),
+            request_num_preemptions=times.num_preemptions,
+        )
         if times.first_scheduled_time is None:
             return
-        self._queue_time.observe(times.first_scheduled_time - times.arrival_time)
+        self._observe(request_queue_time_seconds=times.first_scheduled_time - times.arrival_time)
         if times.first_token_time is None or times.last_token_time is None:
             return
-        self._prefill_time.observe(times.first_token_time - times.first_scheduled_time)
-        self._inference_time.observe(times.last_token_time - times.first_scheduled_time)
         decode_time = times.last_token_time - times.first_token_time
-        self._decode_time.observe(decode_time)
+        self._observe(
+            request_prefill_time_seconds=times.first_token_time - times.first_scheduled_time,
+            request_inference_time_seconds=times.last_token_time - times.first_scheduled_time,
+            request_decode_time_seconds=decode_time,
+        )
         if max(lengths) > 1:
-            self._mean_inter_token.observe(decode_time / (max(lengths) - 1))
+            self._observe(request_time_per_output_token_seconds=decode_time / (max(lengths) - 1))
+
+    def _observe(self, **values: float) -> None:
+        """Observe values of `HISTOGRAMS`."""
+        for name, value in values.items():
+            self._histograms[name].observe(value)
 
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """See `Middleware`."""
@@ -244,10 +237,10 @@ class Metrics(Middleware, RequestObserver):
         """Return one counter for each combination of labels, of which the first is `model_name`."""
         return Counter(name, what, ["model_name", *labels], registry=self.registry)
 
-    def _histogram(self, name: str, what: str, buckets: Sequence[float], older_name: str | None = None) -> Histogram:
-        made = Histogram(name, what, ["model_name"], registry=self.registry, buckets=buckets)
-        if older_name is not None:
-            self.registry.register(_OlderName(made, older_name))
+    def _histogram(self, name: str, what: str, buckets: Sequence[float]) -> Histogram:
+        made = Histogram(f"vllm:{name}", what, ["model_name"], registry=self.registry, buckets=buckets)
+        if name in OLDER_NAMES:
+            self.registry.register(_OlderName(made, OLDER_NAMES[name]))
         return made.labels(self._model_name)
 
 

@@ -97,7 +97,7 @@ def report(model: str, rank: int, rounds: int, *, all_linear: bool) -> None:
         for name in [*ways, *list(ways) * rounds]:
             speeds[name].append(ways[name]())
         info = adapted.model_info
-        num_bytes = adapted.engine.adapters.num_bytes / NUM_SEQUENCES
+        num_bytes = adapted.engine.inputs.adapters.num_bytes / NUM_SEQUENCES
     print(
         f"{model}, {info.dtype}, rank {rank}, {'all linear layers' if all_linear else ', '.join(DEFAULT_TARGETS[kind])}"
     )

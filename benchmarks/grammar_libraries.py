@@ -241,12 +241,12 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
 def takes(engine: Any, tokenizer: PreTrainedTokenizerFast, compiled: Any, text: str) -> bool:
     matcher = engine.start(compiled)
     token_ids = encode(tokenizer, text)
-    return all(engine.accept(matcher, token_id) for token_id in token_ids) and engine.may_end(matcher)
+    return all(engine.inputs.accept(matcher, token_id) for token_id in token_ids) and engine.may_end(matcher)
 
 
 def proof_result(engine: Any, tokenizer: Any, kind: str, text: str, valid: list[str], invalid: list[str]) -> str:
     try:
-        compiled = engine.compile(kind, text)
+        compiled = engine.inputs.compile(kind, text)
     except (ValueError, RuntimeError) as error:
         return "refused: " + " ".join(str(error).split())[:90]
     wrong = [each for each in invalid if takes(engine, tokenizer, compiled, each)]
@@ -263,7 +263,7 @@ def run_suite(engine: Any, tokenizer: Any, suite: Path) -> Iterator[tuple[str, i
         for group in json.loads(file.read_text()):
             counts["schemas"] += 1
             try:
-                compiled = engine.compile("json", write(group["schema"]))
+                compiled = engine.inputs.compile("json", write(group["schema"]))
             except (ValueError, RuntimeError):
                 counts["schemas refused"] += 1
                 continue
@@ -282,13 +282,13 @@ def speed(engine: Any, tokenizer: Any) -> dict[str, float]:
     compile_seconds = []
     for number in range(7):  # a different title makes it a new text for any cache
         began = time.perf_counter()
-        compiled = engine.compile("json", write(PERSON | {"title": str(number)}))
+        compiled = engine.inputs.compile("json", write(PERSON | {"title": str(number)}))
         compile_seconds.append(time.perf_counter() - began)
     before, began = resident(), time.perf_counter()
     matchers = [engine.start(compiled) for _ in range(2000)]
     start = (time.perf_counter() - began) / len(matchers)
     seconds, accepting = walk(engine, compiled, encode(tokenizer, write(ANNA)), tokenizer)
-    free, text = engine.compile("json", write({"type": "object"})), write({"text": "The quick brown fox " * 20})
+    free, text = engine.inputs.compile("json", write({"type": "object"})), write({"text": "The quick brown fox " * 20})
     free_seconds, _ = walk(engine, free, encode(tokenizer, text), tokenizer)
     return {
         "compile a schema, ms": statistics.median(compile_seconds) * 1e3,
@@ -311,7 +311,7 @@ def walk(engine: Any, compiled: Any, tokens: list[int], tokenizer: Any) -> tuple
             began = time.perf_counter()
             engine.fill(matcher, row)
             masked = time.perf_counter()
-            assert engine.accept(matcher, token_id)
+            assert engine.inputs.accept(matcher, token_id)
             assert row[token_id // 32] >> (token_id % 32) & 1
             masks.append(masked - began)
             accepts.append(time.perf_counter() - masked)
@@ -321,7 +321,7 @@ def walk(engine: Any, compiled: Any, tokens: list[int], tokenizer: Any) -> tuple
 def lets_others_run(engine: Any, tokenizer: Any) -> bool:
     """Whether a waiting thread gets the interpreter's lock while masks are computed, other than by requesting it (the
     switch interval is too long for a request)."""
-    compiled = engine.compile("json", write({"type": "object"}))
+    compiled = engine.inputs.compile("json", write({"type": "object"}))
     row, interval = np.zeros(-(-len(tokenizer) // 32), dtype=np.int32), sys.getswitchinterval()
     gate, has_run = threading.Event(), threading.Event()
 

@@ -54,7 +54,7 @@ def measure(model: PreTrainedModel, *, limited: bool) -> tuple[list[float], list
         model,
         EngineConfig(speculation="off", max_num_seqs=NUM_DECODES + 1, max_num_batched_tokens=NUM_PROMPT_TOKENS + 64),
     )
-    engine.prefill_limit = PrefillLimit() if limited else None
+    engine.feedback.prefill_limit = PrefillLimit() if limited else None
     rng = random.Random(0)
     for number in range(NUM_DECODES):
         submit(engine, str(number), [rng.randrange(50257) for _ in range(32)], max_tokens=4000)
@@ -75,7 +75,7 @@ def measure(model: PreTrainedModel, *, limited: bool) -> tuple[list[float], list
 
 def submit(engine: Engine, request_id: str, prompt: list[int], max_tokens: int) -> None:
     params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-    engine.submit(engine.accept(request_id, prompt, params))
+    engine.submit(engine.inputs.accept(request_id, prompt, params))
 
 
 def step(engine: Engine) -> tuple[float, bool]:

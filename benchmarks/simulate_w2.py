@@ -63,7 +63,7 @@ def run(engine: Engine, workload: Workload, path: Path) -> Recording:
         engine.observer = recorder.observe
         for number, (prompt, count) in enumerate(workload):
             params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True)
-            engine.submit(engine.accept(str(number), prompt, params))
+            engine.submit(engine.inputs.accept(str(number), prompt, params))
         while engine.has_unfinished_requests:
             engine.step()
     engine.observer = None
@@ -98,7 +98,7 @@ def warm_up(engine: Engine) -> None:
     """Touch the cache and torch's memory, which happens only once in an engine's life."""
     for number in range(16):
         params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
-        engine.submit(engine.accept(str(number), [number + 1] * 300, params))
+        engine.submit(engine.inputs.accept(str(number), [number + 1] * 300, params))
     while engine.has_unfinished_requests:
         engine.step()
 

@@ -73,7 +73,7 @@ def microseconds_per_step(temperature: float) -> float:
     )
     params = SamplingParams(temperature=temperature, max_tokens=2 * NUM_STEPS, ignore_eos=True)
     for number in range(NUM_SEQUENCES):
-        engine.submit(engine.accept(str(number), [number + 1] * 64, params))
+        engine.submit(engine.inputs.accept(str(number), [number + 1] * 64, params))
     engine.step()
     logits = torch.randn(NUM_SEQUENCES, VOCAB_SIZE)
     engine.runner.executor.forward = lambda *_: logits  # type: ignore[method-assign]

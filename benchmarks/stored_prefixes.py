@@ -171,10 +171,10 @@ def decode_times(llm: LLM, prompts: list[dict[str, Any]], goes_on: Callable[[], 
     while is_first or (goes_on is not None and goes_on()):
         for number in range(NUM_DECODES):
             prompt = prompt_of(1000 + number + random.randrange(10**6), 64)["prompt_token_ids"]
-            engine.submit(engine.accept(f"decode {number}", prompt, decoding))
+            engine.submit(engine.inputs.accept(f"decode {number}", prompt, decoding))
         engine.step()
         for number, prompt in enumerate(prompts if is_first else []):
-            engine.submit(engine.accept(f"prompt {number}", prompt["prompt_token_ids"], ONE))
+            engine.submit(engine.inputs.accept(f"prompt {number}", prompt["prompt_token_ids"], ONE))
         is_first, num_decoding = False, NUM_DECODES
         while num_decoding:
             counts, start = goes_on is None or goes_on(), time.perf_counter()

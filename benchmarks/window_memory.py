@@ -76,7 +76,7 @@ def measure(folder: str, case: Case) -> Measured:
     num_prompt_tokens = case.num_tokens - NUM_DECODES
     prompts = [chance.choices(range(1000), k=num_prompt_tokens) for _ in range(case.num_sequences)]
     for number, prompt in enumerate(prompts):
-        engine.submit(engine.accept(str(number), prompt, params))
+        engine.submit(engine.inputs.accept(str(number), prompt, params))
     in_use = 0
     while engine.has_unfinished_requests:
         engine.step()
@@ -84,7 +84,7 @@ def measure(folder: str, case: Case) -> Measured:
         if len(sequences) == case.num_sequences and all(each.num_uncomputed_tokens == 1 for each in sequences):
             in_use = engine.scheduler.block_pool.num_used
     resident = resident_memory() - before
-    engine.submit(engine.accept("last", [*prompts[-1][: num_prompt_tokens // 2], 1, 2, 3], params))
+    engine.submit(engine.inputs.accept("last", [*prompts[-1][: num_prompt_tokens // 2], 1, 2, 3], params))
     while engine.has_unfinished_requests:
         engine.step()
     executor = engine.runner.require_packed()

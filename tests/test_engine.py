@@ -24,7 +24,7 @@ def make_engine(**options: Any) -> Engine:
 
 
 def submit(engine: Engine, request_id: str, prompt: list[int], params: SamplingParams = GREEDY) -> None:
-    engine.submit(engine.accept(request_id, prompt, params))
+    engine.submit(engine.inputs.accept(request_id, prompt, params))
 
 
 def drain(engine: Engine) -> list[SequenceOutput]:
@@ -131,7 +131,7 @@ def test_a_request_id_that_is_in_use_is_refused() -> None:
     engine = make_engine()
     submit(engine, "a", [1])
     with pytest.raises(ValueError, match="'a' is in use"):
-        engine.accept("a", [1], GREEDY)
+        submit(engine, "a", [1])
 
 
 def sampled(prompts: list[list[int]], **options: Any) -> list[list[int]]:

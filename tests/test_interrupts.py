@@ -190,7 +190,7 @@ def test_a_stream_may_be_closed_by_the_garbage_collector_at_any_line(world: Worl
 def test_an_abort_in_the_middle_of_a_step_is_left_for_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(zoo.build("llama"), EngineConfig(speculation="off"))
     for request_id in "ab":
-        engine.submit(engine.accept(request_id, [1, 2, 3], SamplingParams(temperature=0, max_tokens=6)))
+        engine.submit(engine.inputs.accept(request_id, [1, 2, 3], SamplingParams(temperature=0, max_tokens=6)))
     forward = engine.runner.executor.forward
 
     def aborting(*args: Any) -> Any:

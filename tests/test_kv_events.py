@@ -60,7 +60,7 @@ def test_the_events_say_what_the_cache_holds_after_every_step(model: str) -> Non
     num_removed = 0
     for number in range(60):
         prompt = [rng.randrange(3) + 5] * rng.randrange(1, 20) + [rng.randrange(20) for _ in range(rng.randrange(1, 6))]
-        engine.submit(engine.accept(str(number), prompt, GREEDY))
+        engine.submit(engine.inputs.accept(str(number), prompt, GREEDY))
         for _ in range(rng.randrange(4)):
             engine.step()
             for event in events.take():
@@ -78,7 +78,7 @@ def test_numbers_are_the_same_in_every_engine_and_differ_by_salt() -> None:
     def numbers(salt: str | None) -> list[int]:
         engine = Engine(zoo.build("llama"), EngineConfig(block_size=4))
         events = CacheEvents(engine.scheduler.block_pool)
-        engine.submit(engine.accept("a", list(range(5, 25)), GREEDY, cache_salt=salt))
+        engine.submit(engine.inputs.accept("a", list(range(5, 25)), GREEDY, cache_salt=salt))
         while engine.has_unfinished_requests:
             engine.step()
         stored = [each for each in events.take() if isinstance(each, Stored)]

@@ -30,8 +30,8 @@ def drain(engine: Engine) -> list[SequenceOutput]:
 
 def test_a_deadline_aborts_and_is_reported_once() -> None:
     engine = make_engine()
-    engine.submit(engine.accept("late", PROMPT, GREEDY, deadline=time.monotonic() - 1))
-    engine.submit(engine.accept("in time", PROMPT, GREEDY, deadline=time.monotonic() + 3600))
+    engine.submit(engine.inputs.accept("late", PROMPT, GREEDY, deadline=time.monotonic() - 1))
+    engine.submit(engine.inputs.accept("in time", PROMPT, GREEDY, deadline=time.monotonic() + 3600))
     outputs = drain(engine)
     ends = [(o.request_id, o.finish_reason, o.error) for o in outputs if o.finish_reason]
     assert ends == [("late", "abort", "the request's deadline has passed"), ("in time", "length", None)]
@@ -41,10 +41,10 @@ def test_a_deadline_aborts_and_is_reported_once() -> None:
 def test_a_deadline_does_not_apply_to_a_later_request_with_the_same_id() -> None:
     engine = make_engine()
     engine.submit(
-        engine.accept("a", [1, 2], SamplingParams(temperature=0, max_tokens=1), deadline=time.monotonic() + 60)
+        engine.inputs.accept("a", [1, 2], SamplingParams(temperature=0, max_tokens=1), deadline=time.monotonic() + 60)
     )
     drain(engine)
-    engine.submit(engine.accept("a", [1, 2], GREEDY))
+    engine.submit(engine.inputs.accept("a", [1, 2], GREEDY))
     engine._expire("a", time.monotonic() + 120)
     assert [o.finish_reason for o in drain(engine) if o.finish_reason] == ["length"]
 
@@ -52,11 +52,11 @@ def test_a_deadline_does_not_apply_to_a_later_request_with_the_same_id() -> None
 def test_a_full_queue_refuses_requests_until_one_has_left() -> None:
     engine = make_engine(max_num_waiting=2, max_num_seqs=1)
     for number in range(2):
-        engine.submit(engine.accept(str(number), PROMPT, GREEDY))
+        engine.submit(engine.inputs.accept(str(number), PROMPT, GREEDY))
     with pytest.raises(QueueFullError, match="2 sequences wait already, and at most 2 may"):
-        engine.submit(engine.accept("more", PROMPT, GREEDY))
+        engine.submit(engine.inputs.accept("more", PROMPT, GREEDY))
     engine.step()
-    engine.submit(engine.accept("more", PROMPT, GREEDY))
+    engine.submit(engine.inputs.accept("more", PROMPT, GREEDY))
     assert {o.request_id for o in drain(engine) if o.finish_reason == "length"} == {"0", "1", "more"}
 
 
@@ -102,7 +102,7 @@ def test_sequences_of_one_prompt_have_their_own_random_streams_and_repeat_with_t
 )
 def test_bad_options_are_refused_at_admission(options: dict[str, Any], message: str) -> None:
     with pytest.raises(InvalidRequestError, match=message):
-        make_engine().accept("a", PROMPT, GREEDY, **options)
+        make_engine().inputs.accept("a", PROMPT, GREEDY, **options)
 
 
 def test_the_number_of_priorities_must_match_the_number_of_prompts() -> None:

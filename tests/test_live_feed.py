@@ -21,7 +21,7 @@ def make_engine(**options: Any) -> Engine:
 
 
 def submit(engine: Engine, request_id: str, prompt: list[int], **params: Any) -> None:
-    engine.submit(engine.accept(request_id, prompt, SamplingParams(temperature=0, **params)))
+    engine.submit(engine.inputs.accept(request_id, prompt, SamplingParams(temperature=0, **params)))
 
 
 def looks_at(engine: Engine, feed: LiveFeed, every: int) -> list[LiveState]:

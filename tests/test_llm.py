@@ -352,7 +352,7 @@ def test_half_a_surrogate_pair_and_a_bare_priority_are_refused_in_a_sentence(llm
 
 
 def test_an_id_that_was_accepted_twice_is_submitted_once(llm: LLM) -> None:
-    first, second = (llm.engine.accept("twice", [1, 2, 3], GREEDY) for _ in range(2))
+    first, second = (llm.engine.inputs.accept("twice", [1, 2, 3], GREEDY) for _ in range(2))
     llm.engine.submit(first)
     with pytest.raises(InvalidRequestError, match="request_id 'twice' is in use"):
         llm.engine.submit(second)
@@ -377,7 +377,7 @@ def test_many_sequences_take_no_more_work_for_each() -> None:
         before = sys.gettrace()
         sys.settrace(count)
         try:
-            llm.engine.submit(llm.engine.accept("many", [1, 2, 3], SamplingParams(n=n, max_tokens=2)))
+            llm.engine.submit(llm.engine.inputs.accept("many", [1, 2, 3], SamplingParams(n=n, max_tokens=2)))
             while llm.engine.has_unfinished_requests:
                 llm.engine.step()
         finally:

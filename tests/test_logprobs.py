@@ -241,7 +241,7 @@ def test_a_repeated_step_scores_its_prompt_once(monkeypatch: pytest.MonkeyPatch)
         return given
 
     monkeypatch.setattr(engine.runner, "run", interrupted)
-    engine.submit(engine.accept("0", PROMPTS[4], SCORED))
+    engine.submit(engine.inputs.accept("0", PROMPTS[4], SCORED))
     outputs = []
     while engine.has_unfinished_requests:
         with contextlib.suppress(KeyboardInterrupt):

@@ -60,7 +60,7 @@ def serve(engine: Engine, num_requests: int = 18) -> None:
     for number in range(num_requests):
         prompt = prefix[: rng.choice((0, 8, 10))] + [rng.randrange(zoo.VOCAB_SIZE) for _ in range(rng.randint(1, 12))]
         params = SamplingParams(max_tokens=rng.randint(6, 16), ignore_eos=True, **KINDS[number % len(KINDS)])
-        engine.submit(engine.accept(str(number), prompt, params, priority=rng.randint(0, 2)))
+        engine.submit(engine.inputs.accept(str(number), prompt, params, priority=rng.randint(0, 2)))
         if number % 3 == 0:
             engine.step()
         if number == 9:
@@ -123,7 +123,9 @@ def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: 
 
     for number, max_tokens in enumerate((2, 4, 9)):
         engine.submit(
-            engine.accept(str(number), [3, 1, 4, 1 + number], SamplingParams(max_tokens=max_tokens, ignore_eos=True))
+            engine.inputs.accept(
+                str(number), [3, 1, 4, 1 + number], SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+            )
         )
     held = []
     while engine.has_unfinished_requests:
@@ -136,7 +138,7 @@ def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: 
 
 def test_rows_keep_no_gathered_keys_for_sequences_that_have_ended() -> None:
     engine = Engine(others.build("bloom"), EngineConfig(executor="rows", max_num_seqs=4, num_blocks=200))
-    engine.submit(engine.accept("0", [3, 1, 4], SamplingParams(max_tokens=5, ignore_eos=True)))
+    engine.submit(engine.inputs.accept("0", [3, 1, 4], SamplingParams(max_tokens=5, ignore_eos=True)))
     before = num_bytes_of_tensors()
     while engine.has_unfinished_requests:
         engine.step()

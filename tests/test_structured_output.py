@@ -15,7 +15,7 @@ from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, Structu
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.plan import StepPlan
 from inflight.engine.admission import AcceptedRequest
-from inflight.engine.engine import Engine
+from inflight.engine.input_processor import InputProcessor
 from inflight.grammar import matcher
 from inflight.grammar.constraints import Constraints
 from tests import zoo
@@ -86,7 +86,7 @@ def test_every_output_is_valid_or_is_cut_off_by_length(name: str) -> None:
     if name == "preemption":
         assert llm.engine.scheduler.count.preemptions > 0
     llm.engine.scheduler.block_pool.check([])
-    assert not llm.engine.constraints._matchers
+    assert not llm.engine.inputs.constraints._matchers
 
 
 def test_the_most_likely_allowed_token_is_chosen() -> None:
@@ -118,7 +118,7 @@ def test_a_discarded_step_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> No
         return given
 
     monkeypatch.setattr(engine.runner, "run", interrupted)
-    engine.submit(engine.accept("0", expected.prompt_token_ids, params_of("schema", 3)))
+    engine.submit(engine.inputs.accept("0", expected.prompt_token_ids, params_of("schema", 3)))
     token_ids: list[int] = []
     num_interrupts = 0
     while engine.has_unfinished_requests:
@@ -163,7 +163,11 @@ def test_a_model_without_tokenizer_or_eos_is_refused() -> None:
 
 def test_a_failing_grammar_ends_its_own_request_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
-    constraints, add, narrow = llm.engine.constraints, llm.engine.constraints.add, matcher.GrammarMatcher._narrow
+    constraints, add, narrow = (
+        llm.engine.inputs.constraints,
+        llm.engine.inputs.constraints.add,
+        matcher.GrammarMatcher._narrow,
+    )
     bad, broken = StructuredOutput(regex="a+"), set()
 
     def breaking(sequence_id: int, grammar: matcher.GrammarMatcher) -> None:
@@ -204,11 +208,11 @@ def test_other_requests_run_while_one_is_compiled_which_may_be_aborted(
     slow_field: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = {"structured_output": WISHES["choice"], "bad_words": ["a", "the"]}[slow_field]
-    is_compiled, compile_ = threading.Event(), Engine.compile
+    is_compiled, compile_ = threading.Event(), InputProcessor.compile
 
-    def slow(engine: Engine, accepted: AcceptedRequest) -> AcceptedRequest:
+    def slow(inputs: InputProcessor, accepted: AcceptedRequest) -> AcceptedRequest:
         assert accepted.is_compiled or is_compiled.wait(60)
-        return compile_(engine, accepted)
+        return compile_(inputs, accepted)
 
     async def last(llm: AsyncLLM, params: SamplingParams) -> RequestOutput:
         return [output async for output in llm.generate(PROMPT, params)][-1]
@@ -225,7 +229,7 @@ def test_other_requests_run_while_one_is_compiled_which_may_be_aborted(
             assert is_valid("choice", text) if slow_field == "structured_output" else not {"a", "the"} & {*text.split()}
             assert (await llm.stats()).num_requests == 2
 
-    monkeypatch.setattr(Engine, "compile", slow)
+    monkeypatch.setattr(InputProcessor, "compile", slow)
     asyncio.run(run())
 
 
@@ -241,20 +245,20 @@ def test_the_first_requests_may_be_compiled_at_the_same_time(monkeypatch: pytest
 
     monkeypatch.setattr(Constraints, "__init__", make_slowly)
     with ThreadPoolExecutor(2) as pool:
-        first = pool.submit(lambda: llm.engine.constraints)
+        first = pool.submit(lambda: llm.engine.inputs.constraints)
         assert is_being_made.wait(60)
         is_being_made.clear()
-        second = pool.submit(lambda: llm.engine.constraints)
+        second = pool.submit(lambda: llm.engine.inputs.constraints)
         is_made_twice = is_being_made.wait(0.2)  # it never comes, so waiting longer would show nothing more
         may_be_made.set()
     assert not is_made_twice
-    assert first.result() is second.result() is llm.engine.constraints
+    assert first.result() is second.result() is llm.engine.inputs.constraints
 
 
 def test_submitting_an_accepted_request_does_not_compile_its_grammar_again(monkeypatch: pytest.MonkeyPatch) -> None:
     llm = LLM()
-    accepted = llm.engine.compile(llm.engine.accept("0", [5, 6], params_of("regex", 1)))
-    monkeypatch.setattr(llm.engine.constraints._compiler, "compile", None)
+    accepted = llm.engine.inputs.compile(llm.engine.inputs.accept("0", [5, 6], params_of("regex", 1)))
+    monkeypatch.setattr(llm.engine.inputs.constraints._compiler, "compile", None)
     llm.engine.submit(accepted)
     outputs = []
     while llm.engine.has_unfinished_requests:
@@ -284,7 +288,7 @@ def test_a_request_that_raises_in_the_check_does_not_end_the_engine(monkeypatch:
     async def run() -> None:
         async with AsyncLLM(in_process=True) as llm:
             with monkeypatch.context() as patch:
-                patch.setattr("inflight.engine.engine.Engine.accept", lambda *_, **__: 1 // 0)
+                patch.setattr("inflight.engine.input_processor.InputProcessor.accept", lambda *_, **__: 1 // 0)
                 with pytest.raises(InvalidRequestError, match="ZeroDivisionError"):
                     _ = [output async for output in llm.generate(PROMPT)]
             assert [output async for output in llm.generate(PROMPT, SamplingParams(max_tokens=2))]

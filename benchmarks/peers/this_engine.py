@@ -45,7 +45,7 @@ class InflightModel:
         counts, first, last = [0] * len(requests), [0.0] * len(requests), [0.0] * len(requests)
         for number, request in enumerate(requests):
             params = SamplingParams(temperature=0, ignore_eos=True, max_tokens=request.num_output_tokens)
-            engine.submit(engine.accept(str(number), request.prompt, params))
+            engine.submit(engine.inputs.accept(str(number), request.prompt, params))
         while engine.has_unfinished_requests:
             outputs = engine.step()
             now = time.perf_counter()

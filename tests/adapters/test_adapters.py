@@ -112,7 +112,7 @@ def test_memory_is_bounded_and_what_was_given_up_comes_back(
     folders: dict[str, str], expected: dict[str | None, Any]
 ) -> None:
     llm = LLM(zoo.build("llama"), adapters=folders, adapter_memory=1, max_num_seqs=4)
-    adapters = llm.engine.adapters
+    adapters = llm.engine.inputs.adapters
     size = adapters.num_bytes  # of the last
     assert size > 1
     for folder in folders.values():

@@ -169,7 +169,7 @@ def run_teacher_forced(
     engine.observer = run.records.append
     for number, lesson in enumerate(lessons):
         params = SamplingParams(temperature=0, max_tokens=len(lesson.tokens), seed=number, ignore_eos=True)
-        engine.submit(engine.accept(str(number), lesson.prompt, params))
+        engine.submit(engine.inputs.accept(str(number), lesson.prompt, params))
     while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.error is None, output.error

@@ -87,7 +87,9 @@ def run_everything(name: str, seed: int, **options: Any) -> Sharing:
                 temperature=0, n=counts[number], max_tokens=len(lesson.tokens), seed=number, ignore_eos=True
             )
             salt = "somebody else's" if number % 11 == 5 else None
-            accepted = engine.accept(str(number), lesson.prompt, params, priority=rng.randint(0, 3), cache_salt=salt)
+            accepted = engine.inputs.accept(
+                str(number), lesson.prompt, params, priority=rng.randint(0, 3), cache_salt=salt
+            )
             engine.submit(accepted)
         finish(engine, run, [number for number in turn if number in aborted], rng)
     run.num_preemptions = engine.scheduler.count.preemptions

@@ -86,7 +86,7 @@ def test_a_call_that_shares_keys_has_the_group_of_the_other_call_and_no_memory()
 def test_a_long_sequence_holds_only_its_windows(name: str) -> None:
     llm = LLM(zoo.build(name), block_size=4, max_num_batched_tokens=16, num_blocks=200)
     engine, params = llm.engine, SamplingParams(temperature=0, max_tokens=40, ignore_eos=True)
-    engine.submit(engine.accept("a", list(range(1, 101)), params))
+    engine.submit(engine.inputs.accept("a", list(range(1, 101)), params))
     groups, used = engine.scheduler.block_pool.layout.groups, 0
     while engine.has_unfinished_requests:
         engine.step()

@@ -115,7 +115,7 @@ def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(engine.runner, "run", interrupted)
     outputs: dict[str, list[int]] = {}
     for number, prompt in enumerate(prompts()):
-        engine.submit(engine.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=16)))
+        engine.submit(engine.inputs.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=16)))
         outputs[str(number)] = []
     num_interrupts = 0
     while engine.has_unfinished_requests:

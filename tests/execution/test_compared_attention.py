@@ -30,7 +30,7 @@ def run(
     tokens: list[list[int]] = [[] for _ in PROMPTS]
     differences = []
     for number, prompt in enumerate(PROMPTS):
-        engine.submit(engine.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=num_tokens)))
+        engine.submit(engine.inputs.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=num_tokens)))
     while engine.has_unfinished_requests:
         for output in engine.step():
             tokens[int(output.request_id)] += output.new_token_ids
@@ -56,7 +56,7 @@ def test_tokens_of_steps_that_were_not_compared_are_stored_all_the_same() -> Non
     engine = Engine(zoo.build("llama"), EngineConfig(max_num_batched_tokens=16))
     comparison = engine.runner.compare_attention()
     for number, prompt in enumerate(PROMPTS):
-        engine.submit(engine.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=4)))
+        engine.submit(engine.inputs.accept(str(number), prompt, SamplingParams(temperature=0, max_tokens=4)))
     for _ in range(3):
         engine.step()
         assert comparison.calls == []

@@ -83,7 +83,7 @@ def test_each_step_makes_one_transfer_to_the_host() -> None:
     engine.runner.executor.forward = watched_forward  # type: ignore[method-assign]
     for number in range(6):
         params = SamplingParams(temperature=float(number % 2), top_k=5, top_p=0.9, seed=number, max_tokens=6)
-        engine.submit(engine.accept(str(number), list(range(1, 10 + 5 * number)), params))
+        engine.submit(engine.inputs.accept(str(number), list(range(1, 10 + 5 * number)), params))
     num_steps = 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "tolist", watched_tolist)

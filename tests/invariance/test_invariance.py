@@ -89,7 +89,7 @@ def teach(engine: Engine, lessons: Sequence[Reference], *, alone: bool = False) 
     for number, lesson in enumerate(lessons):
         params = SamplingParams(temperature=0, max_tokens=len(lesson.tokens), seed=number, ignore_eos=True)
         salt = str(number) if alone else None
-        engine.submit(engine.accept(str(number), lesson.prompt, params, cache_salt=salt))
+        engine.submit(engine.inputs.accept(str(number), lesson.prompt, params, cache_salt=salt))
         if alone:
             finish(engine)
     finish(engine)

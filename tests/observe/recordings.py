@@ -41,7 +41,7 @@ def run_recorded(
     with Recorder(path, engine.config, engine.model_info) as recorder:
         engine.observer = observe_with(recorder.observe, None, records.append)
         for number, (prompt, count) in enumerate(zip(prompts, num_tokens, strict=True)):
-            engine.submit(engine.accept(f"<{number}>", prompt, params(count, n=n, temperature=float(n > 1))))
+            engine.submit(engine.inputs.accept(f"<{number}>", prompt, params(count, n=n, temperature=float(n > 1))))
         while engine.has_unfinished_requests:
             engine.step()
     return records

@@ -20,7 +20,7 @@ def captured(prompts: Any = MIXED, step: int = 1, name: str = "llama", n: int = 
     engine.observer = capture.observe
     for number, prompt in enumerate(prompts):
         params = SamplingParams(temperature=0, max_tokens=step + 1, n=n)
-        engine.submit(engine.accept(str(number), prompt, params))
+        engine.submit(engine.inputs.accept(str(number), prompt, params))
     while not capture.is_complete:
         engine.step()
     (view,) = capture.views

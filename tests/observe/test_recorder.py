@@ -100,7 +100,7 @@ def test_an_interrupted_step_is_not_recorded_as_a_preemption(monkeypatch: pytest
     records: list[StepRecord] = []
     engine.observer = records.append
     for number in range(2):
-        engine.submit(engine.accept(str(number), [1, 2, 3], params(2)))
+        engine.submit(engine.inputs.accept(str(number), [1, 2, 3], params(2)))
     run, steps = engine.runner.run, iter(range(100))
 
     def interrupted(plan: object, masks: object) -> object:
@@ -119,11 +119,11 @@ def test_an_interrupted_step_is_not_recorded_as_a_preemption(monkeypatch: pytest
 
 def test_no_records_are_created_without_an_observer() -> None:
     engine = Engine(zoo.build("llama"), EngineConfig())
-    engine.submit(engine.accept("unseen", [1, 2, 3], params(3)))
+    engine.submit(engine.inputs.accept("unseen", [1, 2, 3], params(3)))
     engine.step()
     records: list[StepRecord] = []
     engine.observer = records.append
-    engine.submit(engine.accept("seen", [1, 2, 3], params(3)))
+    engine.submit(engine.inputs.accept("seen", [1, 2, 3], params(3)))
     while engine.has_unfinished_requests:
         engine.step()
     assert [arrival.request_id for record in records for arrival in record.arrivals] == ["seen"]

@@ -184,7 +184,7 @@ class TextRunner:
         """Queue texts; returns the ids of their requests."""
         names = [str(next(self._numbers)) for _ in texts]
         for name, text in zip(names, texts, strict=True):
-            self.engine.submit(self.engine.accept(name, [], DEFAULT_PARAMS, text=text))
+            self.engine.submit(self.engine.inputs.accept(name, [], DEFAULT_PARAMS, text=text))
         return names
 
     def run(self, texts: Sequence[PooledText]) -> list[Values]:

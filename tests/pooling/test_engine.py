@@ -59,7 +59,7 @@ def test_what_cannot_run_is_refused(runner: TextRunner) -> None:
     with pytest.raises(InvalidRequestError, match="token id 256; the model's vocabulary has the ids from 0 to 255"):
         runner.submit(PooledText([256]))
     with pytest.raises(InvalidRequestError, match="does not generate text"):
-        runner.engine.accept("a", [1], DEFAULT_PARAMS)
+        runner.engine.inputs.accept("a", [1], DEFAULT_PARAMS)
     assert not runner.engine.has_unfinished_requests
 
 

@@ -128,7 +128,7 @@ def test_what_is_aborted_while_it_waits_ends_at_once(tmp_path: Path) -> None:
     llm = LLM(prefix_cache_dir=tmp_path)
     engine, store = llm.engine, llm.engine._store
     assert store is not None
-    accepted = [engine.accept(str(number), wanted.prompt_token_ids, PARAMS) for number in range(2)]
+    accepted = [engine.inputs.accept(str(number), wanted.prompt_token_ids, PARAMS) for number in range(2)]
     for each in accepted:
         engine.submit(each)
     assert engine.scheduler.persistence.is_waiting

@@ -69,7 +69,7 @@ def test_the_engine_is_unchanged_afterwards(engine: Engine) -> None:
     assert engine.runner.executor.backend is backend  # type: ignore[attr-defined]
     assert not engine.has_unfinished_requests
     assert engine.stats().num_blocks_used == 0
-    engine.submit(engine.accept("next", [1, 2, 3], SamplingParams(max_tokens=1)))
+    engine.submit(engine.inputs.accept("next", [1, 2, 3], SamplingParams(max_tokens=1)))
     assert engine.step()[0].error is None
 
 

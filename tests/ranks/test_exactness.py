@@ -35,7 +35,7 @@ def run(engine: Engine, requests: dict[str, tuple[list[int], SamplingParams]]) -
     """The tokens of each request, each with its log-probability."""
     got: dict[str, list[tuple[int, float]]] = {name: [] for name in requests}
     for name, (prompt, params) in requests.items():
-        engine.submit(engine.accept(name, prompt, params))
+        engine.submit(engine.inputs.accept(name, prompt, params))
     while engine.has_unfinished_requests:
         for output in engine.step():
             assert output.finish_reason != "error", output.error

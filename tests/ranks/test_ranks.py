@@ -37,7 +37,7 @@ def engine_of(folder: str, **options: Any) -> Engine:
 
 
 def greedy(engine: Engine, num_tokens: int = 20) -> list[int]:
-    engine.submit(engine.accept("greedy", PROMPT, SHORT))
+    engine.submit(engine.inputs.accept("greedy", PROMPT, SHORT))
     return [token_id for output in drained(engine) for token_id in output.new_token_ids]
 
 
@@ -67,7 +67,7 @@ def test_a_step_that_rank_0_gives_up_leaves_the_ranks_fit(llama: str, error: typ
         raise error("in the middle")
 
     hook = engine.runner.model.model.layers[layer].register_forward_pre_hook(fail)  # type: ignore[union-attr]
-    engine.submit(engine.accept("first", PROMPT, SHORT))
+    engine.submit(engine.inputs.accept("first", PROMPT, SHORT))
     if error is KeyboardInterrupt:
         with pytest.raises(KeyboardInterrupt):
             engine.step()
@@ -87,7 +87,7 @@ def test_a_step_fails_for_good_when_a_rank_is_gone(llama: str) -> None:
     assert greedy(engine) == plain()
     (pid,) = set(children(os.getpid())) - set(before)
     os.kill(pid, signal.SIGKILL)
-    engine.submit(engine.accept("second", PROMPT, LONG))
+    engine.submit(engine.inputs.accept("second", PROMPT, LONG))
     for _ in range(2):
         with pytest.raises(RankLostError, match="rank 1 was killed by SIGKILL"):
             drained(engine)

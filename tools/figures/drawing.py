@@ -92,7 +92,7 @@ def steps_of(
             del waiting[number]
             asked = requests[number]
             params = SamplingParams(temperature=0, max_tokens=asked.max_new_tokens, ignore_eos=True)
-            engine.submit(engine.accept(str(number), asked.prompt_token_ids, params))
+            engine.submit(engine.inputs.accept(str(number), asked.prompt_token_ids, params))
         engine.step()
     engine.observer = None
     return records

@@ -116,7 +116,7 @@ def _requests(
         try:
             params = SamplingParams(temperature=0, max_tokens=line.sampling.get("max_tokens", cap))
             prompt = {"messages": line.messages} if line.messages is not None else line.prompt or ""
-            accepted = engine.accept(str(number), read_prompt(prompt, tokenizer)[1], params)
+            accepted = engine.inputs.accept(str(number), read_prompt(prompt, tokenizer)[1], params)
         except ValueError as error:
             raise InvalidRequestError(f"{line.where or f'prompt {number}'}: {error}") from error
         token_ids = accepted.request.prompt_token_ids

@@ -108,7 +108,7 @@ def show(
     for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         try:
             _, token_ids, _ = read_prompt(prompt, tokenizer)
-            llm.engine.submit(llm.engine.accept(str(number), token_ids, of_prompt))
+            llm.engine.submit(llm.engine.inputs.accept(str(number), token_ids, of_prompt))
         except InvalidRequestError as error:
             raise error if len(prompts) == 1 else type(error)(f"prompt {number}: {error}") from None
     while llm.engine.has_unfinished_requests and not capture.is_complete:

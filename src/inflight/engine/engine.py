@@ -13,10 +13,8 @@ Requests are token ids here; callers tokenize and detokenize.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 import weakref
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
@@ -25,11 +23,9 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
+from inflight.contracts.config import BACKGROUND, EngineConfig
 from inflight.contracts.errors import (
-    AdapterError,
     InvalidRequestError,
-    ModelError,
     QueueFullError,
     RankLostError,
 )
@@ -37,17 +33,17 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.outputs import SequenceOutput
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.pooling import PooledText
-from inflight.contracts.record import STEP_SIZES, ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import AcceptedRequest, Admission
+from inflight.contracts.record import ArrivalRecord, EngineStats, StepRecord
+from inflight.engine.admission import AcceptedRequest
 from inflight.engine.deadlines import Deadlines
-from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
 from inflight.engine.reporting import Reporter, SequenceUpdate
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
+from inflight.engine.step_feedback import StepFeedback, Totals
 from inflight.engine.step_watch import StepWatch
-from inflight.execution.adapters import AdapterCheckpoint, Adapters
+from inflight.execution.adapters import AdapterCheckpoint
 from inflight.execution.hf.generation_defaults import default_sampling_params
 from inflight.execution.hf.load import ModelSource, writes_to_its_weights
 from inflight.execution.hf.watched_weights import WatchedWeights
@@ -56,7 +52,6 @@ from inflight.scheduling.scheduler import Scheduler
 from inflight.text.tokenizer import CONFIGURATION, Tokenizer
 
 if TYPE_CHECKING:
-    from inflight.grammar.constraints import Constraints
     from inflight.speculation import Speculation
 
 logger = logging.getLogger(__name__)
@@ -75,7 +70,8 @@ class Engine:
 
     Attributes:
         observer: called with each step's record; None: no records are made.
-        prefill_limit: if set, learns from every step how much prefill the next may have.
+        inputs: accepts and compiles requests.
+        feedback: learns from the steps.
 
     Raises:
         ModelError: the model cannot be loaded, or cannot be run exactly.
@@ -86,19 +82,18 @@ class Engine:
         if pooling is not None:  # nothing is kept by slot of a text, so that a slot costs nothing
             config = config.replace(max_num_seqs=config.scheduling.max_num_batched_tokens)
         self.config = config
-        self.tokenizer = tokenizer
         check_draft(config)
-        _each_adapter(config, AdapterCheckpoint.read)  # wrong adapters are refused before anything slow
+        each_adapter(config, AdapterCheckpoint.read)  # wrong adapters are refused before anything slow
         self.runner = make_runner(model, config, pooling)
-        _each_adapter(config, lambda source: self.adapters.get(source))
-        self._watched: WatchedWeights | None = None
-        if isinstance(model, PreTrainedModel) and not writes_to_its_weights(model):
-            self._watched = WatchedWeights(model)
-        self.model_info = info = self._describe()
+        is_callers = isinstance(model, PreTrainedModel) and not writes_to_its_weights(model)
+        watched = WatchedWeights(model) if is_callers else None
+        self.model_info = info = self._describe(tokenizer)
+        self.inputs = InputProcessor(config, info, tokenizer, self.runner.adapters, watched)
+        each_adapter(config, lambda source: self.inputs.adapters.get(source))
         self._speculation: Speculation | None = None
         if not info.speculation.startswith("off"):
             proposer = load_draft(config, self.runner, tokenizer)
-            self._speculation = speculation_of(config, lambda: self._constraints, proposer)
+            self._speculation = speculation_of(config, lambda: self.inputs.grammars, proposer)
         self._store = open_prefix_store(config, self.runner)
         if self._store is not None:
             weakref.finalize(self, self._store.end).atexit = False  # at process exit the store itself waits
@@ -111,17 +106,12 @@ class Engine:
             speculator=self._speculation,
             block_store=self._store,
         )
-        self.prefill_limit: PrefillLimit | None = None
-        self._observer: Callable[[StepRecord], None] | None = None
-        self._constraints: Constraints | None = None
-        self._constraints_lock = threading.Lock()
-        self._admission = Admission(config, info, tokenizer)
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
-        self._num_steps = self._num_requests = self._num_generated_tokens = 0
-        self._num_step_tokens = self._num_accepted_tokens = 0
-        self._num_steps_by_size = [0] * (len(STEP_SIZES) + 1)
+        self._observer: Callable[[StepRecord], None] | None = None
+        self.feedback = StepFeedback(self.scheduler, self._speculation, self._store)
+        self._totals = Totals()
         self._asked_to_abort: deque[str] = deque()
         self._is_stepping = False
 
@@ -140,7 +130,7 @@ class Engine:
             self._watch.start_over()  # what it has not seen, it cannot know
         self._observer = observer
 
-    def _describe(self) -> ModelInfo:
+    def _describe(self, tokenizer: Tokenizer | None) -> ModelInfo:
         """Facts about the model and its tokenizer."""
         if self.runner.info.pooling is not None:
             return replace(self.runner.info, speculation="off")
@@ -150,10 +140,10 @@ class Engine:
         ):
             logger.warning("speculation is %s", info.speculation)
         ends, notes = dict.fromkeys(info.eos_token_ids, CONFIGURATION), info.notes
-        if self.tokenizer is not None:
-            named, notes = self.tokenizer.ends(info.eos_token_ids), notes + self.tokenizer.notes
+        if tokenizer is not None:
+            named, notes = tokenizer.ends(info.eos_token_ids), notes + tokenizer.notes
             ends = {token_id: names for token_id, names in named.items() if token_id < info.vocab_size}
-            for note in self.tokenizer.notes:
+            for note in tokenizer.notes:
                 logger.warning("%s", note)
         return replace(info, eos_token_ids=tuple(ends), eos_named_by=tuple(ends.values()), notes=notes)
 
@@ -162,92 +152,6 @@ class Engine:
         return default_sampling_params(self.runner.generation_config)
 
     # ------------------------------------------------------------------------------------- requests
-
-    def accept(
-        self,
-        request_id: str,
-        prompt_token_ids: SequenceOf[int],
-        params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        adapter_source: str | None = None,
-        deadline: float | None = None,
-        text: PooledText | None = None,
-    ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, without `compile`; nothing is queued.
-
-        Args:
-            priority: lower runs first, where the engine's policy is "priority".
-            cache_salt: only requests of the same salt share cached prefixes.
-            adapter_source: the folder or hub repository of its adapter; None: it has none.
-            deadline: a time of `time.monotonic()` at which it is aborted, if it has not finished.
-            text: the text to pool, whose tokens are the prompt; None: it generates.
-
-        Raises:
-            InvalidRequestError: the request is invalid.
-        """
-        self._check_id(request_id)
-        if self._watched is not None and self._watched.have_changed:
-            raise InvalidRequestError(
-                "the given model's weights have changed since the engine copied most of them into "
-                "its own layout; LLM.reload_weights() takes the new ones"
-            )
-        accepted = self._admission.accept(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter_source=adapter_source,
-            deadline=deadline,
-            text=text,
-        )
-        if adapter_source is None:
-            return accepted
-        known = self.adapters.known(adapter_source)
-        return replace(accepted, is_compiled=False) if known is None else _adapted(accepted, known)
-
-    def compile(self, accepted: AcceptedRequest) -> AcceptedRequest:
-        """Return the request with its compiled grammar, tokenized bad words and prediction, and open adapter.
-
-        May take seconds. Thread-safe. Raises `InvalidRequestError`.
-        """
-        if accepted.is_compiled:
-            return accepted
-        if accepted.adapter_source is not None and accepted.adapter is None:
-            accepted = _adapted(accepted, self.adapters.get(accepted.adapter_source))
-        params = accepted.params
-        grammar = None if params.structured_output is None else self.constraints.compile(params)
-        bad_words = self._admission.spelled(tuple(params.bad_words)) if params.bad_words else {}
-        predicted_ids = () if self._speculation is None else self._admission.predicted_ids(params)
-        request = replace(accepted.request, bad_words=bad_words, predicted_ids=predicted_ids)
-        return replace(accepted, request=request, is_compiled=True, grammar=grammar)
-
-    @property
-    def adapters(self) -> Adapters:
-        """The adapters of the model. Raises `AdapterError` if the engine was made without."""
-        if self.runner.adapters is None:
-            raise AdapterError(NO_ADAPTERS)
-        return self.runner.adapters
-
-    @property
-    def constraints(self) -> Constraints:
-        """The grammars of this engine's sequences. Their library is loaded with the first of them. Thread-safe."""
-        with self._constraints_lock:
-            if self._constraints is None:
-                from inflight.grammar.constraints import Constraints
-
-                self._constraints = Constraints(self.tokenizer, self.model_info)
-            return self._constraints
-
-    def open_adapter(self, source: str) -> None:
-        """Load an adapter, or reload it. Thread-safe. Raises `AdapterError`."""
-        self.adapters.open(source)
-
-    def close_adapter(self, source: str) -> None:
-        """Unload an adapter; running requests keep it. Thread-safe."""
-        self.adapters.close(source)
 
     def check_room(self, accepted: AcceptedRequest) -> None:
         """Raise `QueueFullError` if too many sequences wait already. Those in the background do not count."""
@@ -266,11 +170,12 @@ class Engine:
             InvalidRequestError: its id is in use.
         """
         self.check_room(accepted)
-        accepted = self.compile(accepted)
+        accepted = self.inputs.compile(accepted)
         request = accepted.request
-        self._check_id(request.request_id)
+        if request.request_id in self._reporter:
+            raise InvalidRequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
         self._reporter.follow(accepted)
-        self._num_requests += 1
+        self._totals.requests += 1
         self.scheduler.submit(request)
         if self.observer:
             self._watch.observe_arrival(
@@ -286,10 +191,6 @@ class Engine:
             )
         if accepted.deadline is not None:
             self._deadlines.add(request.request_id, accepted.deadline)
-
-    def _check_id(self, request_id: str) -> None:
-        if request_id in self._reporter:
-            raise InvalidRequestError(f"request_id {request_id!r} is in use by an unfinished request")
 
     def abort(self, request_id: str) -> list[SequenceOutput]:
         """Abort a request and return its last outputs; does nothing if it is unknown. Pending outputs of it are
@@ -339,17 +240,15 @@ class Engine:
             planned = self._watch.observe_plan(plan) if self.observer else None
             self._run(plan)
         self._reporter.report()
-        self._num_generated_tokens += sum(len(each.new_token_ids) for each in self._reporter.outbox)
+        self._totals.generated_tokens += sum(len(each.new_token_ids) for each in self._reporter.outbox)
         self._drop_ended()
         record = None
         if plan is not None:
-            self._num_steps += 1
-            self._num_step_tokens += plan.num_tokens
-            self._num_steps_by_size[bisect_left(STEP_SIZES, plan.num_tokens)] += 1
+            self._totals.observe(plan)
             duration = time.monotonic() - start_time
-            self._learn(plan, duration)
+            self.feedback.observe(plan, duration)
             if planned is not None:
-                record = self._watch.record(planned, self._num_steps - 1, start_time, duration)
+                record = self._watch.record(planned, self._totals.steps - 1, start_time, duration)
         if self.observer and record is not None:
             self.observer(record)
         if self._store is not None:
@@ -362,11 +261,11 @@ class Engine:
         for assignment in plan.assignments:
             accepted = self._reporter.observe_assignment(assignment, now)
             if accepted.grammar is not None:
-                self.constraints.add(assignment.sequence_id, accepted.grammar)
+                self.inputs.constraints.add(assignment.sequence_id, accepted.grammar)
 
     def _run(self, plan: StepPlan) -> None:
         """Run a plan and commit the results."""
-        constraints = self._constraints
+        constraints = self.inputs.grammars
         masks = None if constraints is None else constraints.begin(plan, self._output_of)
         given: StepTokens | Exception
         try:
@@ -404,8 +303,8 @@ class Engine:
 
     def _drop_ended(self) -> None:
         """Drop the state of finished sequences: grammars and, if no plan follows, state by slot."""
-        if self._constraints is not None:
-            self._constraints.keep_only(self.scheduler.has_sequence)
+        if self.inputs.grammars is not None:
+            self.inputs.grammars.keep_only(self.scheduler.has_sequence)
         if self._speculation is not None:
             self._speculation.keep_only(self.scheduler.has_sequence)
         if not self.has_unfinished_requests and (release := self.scheduler.plan_release()) is not None:
@@ -419,26 +318,6 @@ class Engine:
             error = "the request's deadline has passed"
             self._reporter.add([SequenceUpdate(sequence, [], error=error) for sequence in aborted])
 
-    def _learn(self, plan: StepPlan, seconds: float) -> None:
-        """Learn the cost of draft tokens from the time of this step; and bound the prefill of later steps, unless
-        configured."""
-        if self._speculation is not None:
-            num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
-            num_accepted = self.scheduler.count.accepted_tokens - self._num_accepted_tokens
-            num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
-            self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
-            self._num_accepted_tokens += num_accepted
-        if self.prefill_limit is None and self._store is None:
-            return
-        prefills = [length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1]
-        if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
-            self._store.observe_prefill(sum(prefills), seconds)
-        if self.prefill_limit is None:
-            return
-        self.prefill_limit.observe(plan.num_tokens - sum(prefills), sum(prefills), seconds)
-        if self.config.scheduling.max_prefill_tokens_per_step is None:
-            self.scheduler.limit_prefill = self.prefill_limit.num_tokens
-
     def when_lost(self, call: Callable[[RankLostError], None]) -> None:
         """Set a function to call, in another thread, when a rank has ended and no step can run any more."""
         if isinstance(self.runner, LeadingRunner):
@@ -451,43 +330,10 @@ class Engine:
 
     def pin_prefix(self, token_ids: SequenceOf[int], cache_salt: str | None, adapter_source: str | None = None) -> None:
         """Pin the saved blocks of a prompt in `prefix_cache_dir`. Raises `ValueError` if that is too much."""
-        digest = None if adapter_source is None else self.adapters.get(adapter_source).digest
+        digest = None if adapter_source is None else self.inputs.adapters.get(adapter_source).digest
         if self._store is not None:
             pin_prefix(self._store, self.model_info, token_ids, cache_salt, digest)
 
     def stats(self) -> EngineStats:
-        """Totals since the engine's start, and its current state."""
-        scheduler, pool = self.scheduler, self.scheduler.block_pool
-        return EngineStats(
-            num_requests=self._num_requests,
-            num_prompt_tokens=scheduler.count.prompt_tokens,
-            num_cached_tokens=scheduler.reuse.num_cached_tokens,
-            num_generated_tokens=self._num_generated_tokens,
-            num_steps=self._num_steps,
-            num_preemptions=scheduler.count.preemptions,
-            num_running=scheduler.num_running,
-            num_waiting=scheduler.num_waiting,
-            num_blocks_used=pool.num_used,
-            num_blocks_cached=pool.num_cached,
-            num_blocks_free=pool.num_free,
-            num_drafts=scheduler.count.drafts,
-            num_restored_tokens=scheduler.persistence.num_restored_tokens,
-            num_draft_tokens=scheduler.count.draft_tokens,
-            num_accepted_tokens=scheduler.count.accepted_tokens,
-            num_step_tokens=self._num_step_tokens,
-            num_steps_by_size=tuple(self._num_steps_by_size),
-        )
-
-
-def _each_adapter(config: EngineConfig, use: Callable[[str], object]) -> None:
-    """Call a function with the source of each adapter. Raises `ModelError` if it refuses one."""
-    for name, source in (config.adapters or {}).items():
-        try:
-            use(source)
-        except AdapterError as error:
-            raise ModelError(f"the adapter {name!r} cannot be used: {error}") from error
-
-
-def _adapted(accepted: AcceptedRequest, adapter: AdapterCheckpoint) -> AcceptedRequest:
-    """A request with its adapter."""
-    return replace(accepted, request=replace(accepted.request, adapter=adapter.digest), adapter=adapter)
+        """What the engine has done since it was made, and what it holds now."""
+        return self._totals.stats(self.scheduler)

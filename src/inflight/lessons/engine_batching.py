@@ -32,7 +32,7 @@ def run(engine: Engine, requests: Sequence[LessonRequest], **options: Unpack[Opt
             ignore_eos=True,
             stop_token_ids=list(account.eos_token_ids),
         )
-        engine.submit(engine.accept(str(number), requests[number].prompt_token_ids, params))
+        engine.submit(engine.inputs.accept(str(number), requests[number].prompt_token_ids, params))
 
     before, engine.observer = engine.observer, observe
     queue = deque(range(len(requests)))

@@ -108,7 +108,7 @@ class Decodes:
         rng = random.Random(0)
         for name in self._names:
             prompt = rng.choices(range(engine.model_info.vocab_size), k=num_prompt_tokens)
-            engine.submit(engine.accept(name, prompt, params))
+            engine.submit(engine.inputs.accept(name, prompt, params))
         waiting = set(self._names)
         while waiting:
             waiting.difference_update(self._run())

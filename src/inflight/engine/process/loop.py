@@ -70,7 +70,7 @@ def serve(
             tell_watchers = _watched(engine, watching or Watching(), stack)
             send(Ready(engine.model_info, engine.default_sampling_params()))
             if not is_offline:
-                engine.prefill_limit = PrefillLimit()
+                engine.feedback.prefill_limit = PrefillLimit()
             _Loop(engine, commands, send, tell_watchers, compiles_beside=not is_offline).run()
     except ModelError as error:
         send(Failed(str(error), is_model_error=True))
@@ -156,23 +156,23 @@ class _Loop:
             case AskLive():
                 self.send(Live(command.request_id, self._feed.look(command.record_to)))
             case OpenAdapter():
-                self._do_beside(command.request_id, lambda: self.engine.open_adapter(command.source))
+                self._do_beside(command.request_id, lambda: self.engine.inputs.adapters.open(command.source))
             case SavePrefixes():
                 self._do_beside(command.request_id, lambda: self.engine.save_prefixes(threading.TIMEOUT_MAX))
             case PinPrefix():
                 named = command.cache_salt, command.adapter_source
                 self._do_beside(command.request_id, lambda: self.engine.pin_prefix(command.token_ids, *named))
             case CloseAdapter():
-                self._try_to("", lambda: self.engine.close_adapter(command.source))
+                self._try_to("", lambda: self.engine.inputs.adapters.close(command.source))
             case _:
                 command()
 
-    def _do_beside(self, request_id: str, work: Callable[[], None]) -> None:
+    def _do_beside(self, request_id: str, work: Callable[[], object]) -> None:
         """Run a slow function in another thread, and answer with `Done` or its error."""
         working = self._pool.submit(work)
         working.add_done_callback(lambda _: self.commands.put(lambda: self._tell_done(request_id, working)))
 
-    def _tell_done(self, request_id: str, done: "Future[None]") -> None:
+    def _tell_done(self, request_id: str, done: "Future[object]") -> None:
         error = done.exception()
         if error is None:
             self.send(Done(request_id))
@@ -184,7 +184,7 @@ class _Loop:
     def _take_in(self, asked: Generate) -> None:
         """Submit a request, after compiling it in another thread if that is slow (`Engine.compile`)."""
         engine, request_id = self.engine, asked.request_id
-        accepted = engine.accept(
+        accepted = engine.inputs.accept(
             request_id,
             asked.prompt_token_ids,
             asked.params,
@@ -199,7 +199,7 @@ class _Loop:
             return
         engine.check_room(accepted)
         self._compiling.add(request_id)
-        compiled = self._pool.submit(engine.compile, accepted)
+        compiled = self._pool.submit(engine.inputs.compile, accepted)
         compiled.add_done_callback(lambda _: self.commands.put(lambda: self._submit_compiled(request_id, compiled)))
 
     def _submit_compiled(self, request_id: str, compiled: "Future[AcceptedRequest]") -> None:

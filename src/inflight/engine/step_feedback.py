@@ -1,0 +1,85 @@
+"""What an engine learns and counts from its steps: how much prefill a step may have, the cost of draft tokens, whether
+loading a prefix beats computing it, and the totals of `EngineStats`."""
+
+from bisect import bisect_left
+from dataclasses import dataclass, field
+
+from inflight.contracts.plan import StepPlan
+from inflight.contracts.record import STEP_SIZES, EngineStats
+from inflight.engine.prefill_limit import PrefillLimit
+from inflight.prefix_store import PrefixStore
+from inflight.scheduling.scheduler import Scheduler
+from inflight.speculation import Speculation
+
+
+@dataclass(slots=True)
+class Totals:
+    """What has been done since the engine was made; see `EngineStats`."""
+
+    requests: int = 0
+    generated_tokens: int = 0
+    steps: int = 0
+    step_tokens: int = 0
+    steps_by_size: list[int] = field(default_factory=lambda: [0] * (len(STEP_SIZES) + 1))
+
+    def observe(self, plan: StepPlan) -> None:
+        """Count a step."""
+        self.steps += 1
+        self.step_tokens += plan.num_tokens
+        self.steps_by_size[bisect_left(STEP_SIZES, plan.num_tokens)] += 1
+
+    def stats(self, scheduler: Scheduler) -> EngineStats:
+        """These totals, the scheduler's, and what it holds now."""
+        pool = scheduler.block_pool
+        return EngineStats(
+            num_requests=self.requests,
+            num_prompt_tokens=scheduler.count.prompt_tokens,
+            num_cached_tokens=scheduler.reuse.num_cached_tokens,
+            num_generated_tokens=self.generated_tokens,
+            num_steps=self.steps,
+            num_preemptions=scheduler.count.preemptions,
+            num_running=scheduler.num_running,
+            num_waiting=scheduler.num_waiting,
+            num_blocks_used=pool.num_used,
+            num_blocks_cached=pool.num_cached,
+            num_blocks_free=pool.num_free,
+            num_drafts=scheduler.count.drafts,
+            num_restored_tokens=scheduler.persistence.num_restored_tokens,
+            num_draft_tokens=scheduler.count.draft_tokens,
+            num_accepted_tokens=scheduler.count.accepted_tokens,
+            num_step_tokens=self.step_tokens,
+            num_steps_by_size=tuple(self.steps_by_size),
+        )
+
+
+class StepFeedback:
+    """Learns from the time of each step.
+
+    Attributes:
+        prefill_limit: if set, bounds the prefill of coming steps, unless the scheduler was given a bound.
+    """
+
+    def __init__(self, scheduler: Scheduler, speculation: Speculation | None, store: PrefixStore | None) -> None:
+        self._scheduler, self._speculation, self._store = scheduler, speculation, store
+        self._num_accepted_tokens = 0
+        self.prefill_limit: PrefillLimit | None = None
+
+    def observe(self, plan: StepPlan, seconds: float) -> None:
+        """Learn from a step."""
+        scheduler = self._scheduler
+        if self._speculation is not None:
+            num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)
+            num_accepted = scheduler.count.accepted_tokens - self._num_accepted_tokens
+            num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
+            self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
+            self._num_accepted_tokens += num_accepted
+        if self.prefill_limit is None and self._store is None:
+            return
+        prefills = [length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1]
+        if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
+            self._store.observe_prefill(sum(prefills), seconds)
+        if self.prefill_limit is None:
+            return
+        self.prefill_limit.observe(plan.num_tokens - sum(prefills), sum(prefills), seconds)
+        if scheduler.limits.max_prefill_tokens_per_step is None:
+            scheduler.limit_prefill = self.prefill_limit.num_tokens

@@ -5,8 +5,9 @@ Options stand in groups, such as `KVCacheConfig`. Each can also be given flat, b
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, get_args
 
 from msgspec import Meta
@@ -25,6 +26,7 @@ from inflight.contracts.features import (
 from inflight.contracts.options import (
     NotNegative,
     Positive,
+    Seconds,
     flat_values,
     is_text,
     option_names,
@@ -32,6 +34,8 @@ from inflight.contracts.options import (
     strict_options,
 )
 from inflight.contracts.params import MAX_SEED
+from inflight.contracts.record import RecordTo
+from inflight.contracts.watching import KVEvents
 
 GROUP_SIZES = (32, 64, 128)
 MTP = "mtp"
@@ -300,6 +304,52 @@ class EngineConfig:
             OTHER_EXECUTORS: self.debug.executor in ("rows", "sequential"),
             GPU: self.device not in ("auto", "cpu"),
         }
+
+
+@strict_options
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FleetConfig:
+    """Where the engines of an `AsyncLLM` run, when they are restarted, and what is told of their steps.
+
+    Attributes:
+        in_process: run the engine in a thread of this process instead of its own process. `model` and `tokenizer` may
+            then be loaded objects, as for `LLM`.
+        starts_at_once: start the engine's process now, while the front loads, instead of with the first call.
+        restart_delays: seconds before each restart, for each tolerated crash in a row. After one more, every call
+            raises `EngineGivenUpError` until `stop()` is called.
+        step_timeout: seconds of silence after which an engine's process is killed, and counts as crashed; None: never.
+            Long steps get more: 50 times the longest so far.
+        record_to: where to record every step, for `inflight trace` and `simulate`; None: nowhere. Each replica has its
+            own file.
+        kv_events: where to publish events of the prefix cache, as vLLM does (needs pyzmq); None: nowhere. Replicas have
+            consecutive ports.
+        replicas: number of engines, each with the whole model, on its own cores; "auto": one per NUMA node. Options
+            apply to each engine; `kv_cache_memory`, unless given, is divided among them.
+        routing: how requests are routed to replicas: "prefix" (shortest expected time to first token), "least-loaded"
+            or "round-robin".
+    """
+
+    in_process: bool = False
+    starts_at_once: bool = False
+    restart_delays: Sequence[float] = (0.5, 1.0)
+    step_timeout: Seconds | None = 60.0
+    record_to: RecordTo | None = None
+    kv_events: KVEvents | None = None
+    replicas: int | Literal["auto"] = 1
+    routing: Routing = "prefix"
+
+    def __post_init__(self) -> None:
+        if self.in_process and self.replicas not in (1, "auto"):
+            raise ValueError(f"replicas is {self.replicas!r}, but with in_process=True there is only this process")
+        if self.kv_events is not None and find_spec("zmq") is None:
+            raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
+
+
+def front_options(options: Mapping[str, Any], owner: str) -> tuple[FleetConfig, EngineConfig]:
+    """The options of `AsyncLLM`, divided. Raises `ValueError` if one is unknown or out of range."""
+    of_fleet = option_names(FleetConfig)
+    fleet = {name: value for name, value in options.items() if name in of_fleet}
+    return FleetConfig(**fleet), engine_config({name: options[name] for name in options.keys() - fleet.keys()}, owner)
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

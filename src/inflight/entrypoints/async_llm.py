@@ -13,13 +13,12 @@ from collections.abc import AsyncGenerator, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
-from importlib.util import find_spec
 from itertools import count
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from inflight.contracts.block_hash import Root
-from inflight.contracts.config import BACKGROUND, Routing, engine_config
+from inflight.contracts.config import BACKGROUND, front_options
 from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.live import LiveState
 from inflight.contracts.model_info import ModelInfo, refusal_to_generate
@@ -28,9 +27,9 @@ from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta,
 from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.pooling import PooledText, Values
 from inflight.contracts.record import EngineStats, RecordTo, sum_of
-from inflight.contracts.watching import KVEvents, Watching
+from inflight.contracts.watching import Watching
 from inflight.engine.admission import Seeds, make_request
-from inflight.engine.client import RESTART_DELAYS, EngineClient
+from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.replicas.launch import load_of
@@ -51,9 +50,6 @@ if TYPE_CHECKING:
     from inflight.execution.hf.load import ModelSource
     from inflight.text.tokenizer_files import TokenizerSource
 
-STEP_TIMEOUT = 60.0
-"""Seconds; longer than any step on any usable machine."""
-
 
 class AsyncLLM(AsyncPoolingCalls):
     """A model that generates for many concurrent callers, one stream each, or pools their texts (`embed`, `classify`,
@@ -65,22 +61,7 @@ class AsyncLLM(AsyncPoolingCalls):
     Args:
         model: a hub id, a local folder or a GGUF file; None is the small embedded model.
         tokenizer: a hub id or a folder; None: the one in the model's folder or repository.
-        in_process: run the engine in a thread of this process instead of its own process. `model` and `tokenizer` may
-            then be loaded objects, as for `LLM`.
-        restart_delays: seconds before each restart, for each tolerated crash in a row. After one more, every call
-            raises `EngineGivenUpError` until `stop()` is called.
-        starts_at_once: start the engine's process now, while this constructor loads, instead of with the first call.
-        step_timeout: seconds of silence after which an engine's process is killed, and counts as crashed; None: never.
-            Long steps get more: 50 times the longest so far.
-        record_to: where to record every step, for `inflight trace` and `simulate`; None: nowhere. Each replica has its
-            own file.
-        kv_events: where to publish events of the prefix cache, as vLLM does (needs pyzmq); None: nowhere. Replicas have
-            consecutive ports.
-        replicas: number of engines, each with the whole model, on its own cores; "auto": one per NUMA node. Options
-            apply to each engine; `kv_cache_memory`, unless given, is divided among them.
-        routing: how requests are routed to replicas: "prefix" (shortest expected time to first token), "least-loaded"
-            or "round-robin".
-        options: the fields of `EngineConfig`, such as `dtype`, `max_model_len`, `max_num_seqs`.
+        options: the fields of `FleetConfig`, such as `replicas`, and of `EngineConfig`, such as `dtype`.
 
     Attributes:
         config: the options, defaults included.
@@ -97,42 +78,28 @@ class AsyncLLM(AsyncPoolingCalls):
         self,
         model: ModelSource | None = None,
         tokenizer: TokenizerSource | None = None,
-        *,
-        in_process: bool = False,
-        starts_at_once: bool = False,
-        restart_delays: Sequence[float] = RESTART_DELAYS,
-        step_timeout: float | None = STEP_TIMEOUT,
-        record_to: RecordTo | None = None,
-        kv_events: KVEvents | None = None,
-        replicas: int | Literal["auto"] = 1,
-        routing: str = "prefix",
         **options: Any,
     ) -> None:
-        config, source = engine_config(options, "AsyncLLM"), model_source(model)
-        num_replicas = check_replicas(replicas, config.tensor_parallel_size)
-        check("routing", routing, Routing)
-        if in_process and num_replicas > 1:
-            raise ValueError(f"replicas is {replicas!r}, but with in_process=True there is only this process")
-        check("step_timeout", step_timeout, Seconds | None)
-        if kv_events is not None and find_spec("zmq") is None:
-            raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
-        watching = Watching(record_to=record_to, kv_events=kv_events)
+        fleet, config = front_options(options, "AsyncLLM")
+        source = model_source(model)
+        num_replicas = check_replicas(fleet.replicas, config.tensor_parallel_size)
+        watching = Watching(record_to=fleet.record_to, kv_events=fleet.kv_events)
         self.config = config
 
         def make() -> Engine:
-            from inflight.engine.engine import (
-                Engine,
-            )  # imports torch, which a caller of an engine's process does not need
+            from inflight.engine.engine import Engine  # with torch, which an engine's process alone needs
 
             return Engine(source, config, loaded)
 
-        if in_process:
-            self._client = EngineClient.in_thread(make, watching, restart_delays)
+        if fleet.in_process:
+            self._client = EngineClient.in_thread(make, watching, fleet.restart_delays)
         else:
             load = load_of(source, tokenizer, config, watching)
-            self._client = EngineClient.in_processes(load, num_replicas, restart_delays, step_timeout, routing)
+            self._client = EngineClient.in_processes(
+                load, num_replicas, fleet.restart_delays, fleet.step_timeout, fleet.routing
+            )
         self.num_replicas = num_replicas
-        if starts_at_once and not in_process:
+        if fleet.starts_at_once and not fleet.in_process:
             self._client.start()
         try:
             if isinstance(source, str):

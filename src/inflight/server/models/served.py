@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from inflight.contracts.config import EngineConfig, engine_config
+from inflight.contracts.config import EngineConfig, front_options
 from inflight.engine.replicas.placement import check_replicas
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.execution.hf.source import model_source
@@ -23,9 +23,6 @@ from inflight.server.models.settings import PoolSettings
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings
-
-NOT_OF_CONFIG = {"replicas", "routing", "step_timeout", "tokenizer", "restart_delays", "in_process"}
-"""Options of `AsyncLLM` that are not its configuration's."""
 
 OF_ANSWERS = {field.name for field in fields(ServerSettings)} - {"model_name", "model_aliases", "batch_dir"}
 """Options of a single model that say how it answers; all others are its engine's."""
@@ -127,8 +124,8 @@ class _Engines:
     @classmethod
     def from_options(cls, options: Mapping[str, Any], num_loaded: int) -> "_Engines":
         """Those of one model, where this many may be loaded at once. Raises `ValueError`."""
-        config = engine_config(_without(NOT_OF_CONFIG, options), "AsyncLLM")
-        num_replicas = check_replicas(options.get("replicas", 1), config.tensor_parallel_size)
+        fleet, config = front_options(_without({"tokenizer"}, options), "AsyncLLM")
+        num_replicas = check_replicas(fleet.replicas, config.tensor_parallel_size)
         cache_bytes = cache_limit(config, num_replicas * num_loaded)
         if cache_bytes is not None and num_loaded > 1:
             options = {**options, "kv_cache_memory": cache_bytes}

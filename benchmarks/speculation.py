@@ -27,8 +27,7 @@ from inflight import LLM, SamplingParams, StructuredOutput
 from inflight.contracts.plan import SlotAssignment
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.sampling.sampler import Sampler
-from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.sampling.sampler import Sampler, TokenMasks
 
 SOURCES = Path(__file__).resolve().parents[1] / "src" / "inflight"
 SHARE_KNOWN = 0.7

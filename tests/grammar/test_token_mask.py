@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.execution.sampling.token_mask import apply_mask
+from inflight.execution.sampling.sampler import apply_mask
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

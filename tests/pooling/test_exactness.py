@@ -11,7 +11,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors.counting import FROM_ZERO
+from inflight.execution.executors.packed import FROM_ZERO
 from inflight.execution.preparation import packed_proof, whole_texts
 from tests.pooling.checkpoints import (
     CLASSIFIERS,

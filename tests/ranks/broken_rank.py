@@ -2,8 +2,7 @@
 
 import sys
 
-from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import RankFailed
+from inflight.engine.ranks.links import RankFailed, StreamLink
 
 if __name__ == "__main__":
     link = StreamLink(sys.stdin.buffer, sys.stdout.buffer)

@@ -6,8 +6,7 @@ import pytest
 
 from inflight.contracts.config import EngineConfig
 from inflight.engine.process.protocol import Load
-from inflight.engine.replicas.launch import _load_of
-from inflight.engine.replicas.placement import best_number, check_replicas
+from inflight.engine.replicas.launch import _load_of, best_number, check_replicas
 from inflight.host import machine
 from inflight.host.machine import Placement, place
 

@@ -1,6 +1,6 @@
 """`Deadlines` reports requests in order of time, each once."""
 
-from inflight.engine.deadlines import Deadlines
+from inflight.engine.reporting import Deadlines
 
 
 def test_requests_are_due_once_after_their_deadline() -> None:

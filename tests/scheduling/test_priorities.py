@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from inflight.scheduling import sequences
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Request, Sequence
-from inflight.scheduling.sequences import WaitingQueue
-from inflight.scheduling.service_order import ServiceOrder
+from inflight.scheduling.sequences import ServiceOrder, WaitingQueue
 from tests.scheduling.helpers import make_scheduler, plan_of, slots_of, spans_of, step, submit, waiting
 
 

@@ -35,11 +35,10 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan, StepTokens
 from inflight.contracts.record import ArrivalRecord, EngineStats, StepRecord
 from inflight.engine.admission import AcceptedRequest
-from inflight.engine.deadlines import Deadlines
 from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
-from inflight.engine.reporting import Reporter, SequenceUpdate
+from inflight.engine.reporting import Deadlines, Reporter, SequenceUpdate
 from inflight.engine.speculating import check_draft, describe_speculation, load_draft, speculation_of
 from inflight.engine.step_feedback import StepFeedback, Totals
 from inflight.engine.step_watch import StepWatch

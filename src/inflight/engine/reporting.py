@@ -2,6 +2,7 @@
 end of the step, its outputs until a caller takes them.
 """
 
+import heapq
 import logging
 from collections import deque
 from collections.abc import Iterable
@@ -16,6 +17,25 @@ from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Sequence
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
+
+
+class Deadlines:
+    """Requests with a deadline. A request that has ended before its deadline is still reported as due."""
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+
+    def add(self, request_id: str, deadline: float) -> None:
+        """Set a request's deadline."""
+        heapq.heappush(self._heap, (deadline, request_id))
+
+    def due(self, now: float) -> list[str]:
+        """The requests whose deadline has passed, each once."""
+        ids = []
+        while self._heap and self._heap[0][0] <= now:
+            ids.append(heapq.heappop(self._heap)[1])
+        return ids
+
 
 logger = logging.getLogger(__name__)
 

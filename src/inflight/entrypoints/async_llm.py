@@ -32,9 +32,8 @@ from inflight.engine.admission import Seeds, make_request
 from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
-from inflight.engine.replicas.launch import load_of
+from inflight.engine.replicas.launch import check_replicas, load_of
 from inflight.engine.replicas.live_states import RequestNames, live_states, recording_of
-from inflight.engine.replicas.placement import check_replicas
 from inflight.entrypoints.adapter_names import AdapterNames
 from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
 from inflight.entrypoints.pooling_calls import AsyncPoolingCalls

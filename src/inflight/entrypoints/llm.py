@@ -29,8 +29,7 @@ from inflight.engine.client import EngineClient
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import AskStats, PinPrefix, Ready, SavePrefixes
-from inflight.engine.replicas.launch import load_of
-from inflight.engine.replicas.placement import check_replicas
+from inflight.engine.replicas.launch import check_replicas, load_of
 from inflight.entrypoints.adapter_names import AdapterNames
 from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
 from inflight.entrypoints.offline_call import OfflineCall, RefusedRequestError

@@ -27,8 +27,7 @@ from inflight.execution.preparation.prepare import prepare
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.sampling.logprobs import Scorer
-from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
-from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler, TokenMasks
 from inflight.execution.threads import ComputeThreads
 
 

@@ -14,7 +14,7 @@ from inflight.contracts.errors import InvalidRequestError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import StepPlan
-from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.sampling.sampler import TokenMasks
 from inflight.grammar.compiler import GrammarCompiler
 from inflight.grammar.mask_worker import MaskHandle, MaskWorker
 from inflight.grammar.matcher import GrammarMatcher

@@ -17,9 +17,16 @@ from typing import IO, Any
 
 from inflight.contracts.block_hash import Root
 from inflight.prefix_store import block_file
-from inflight.prefix_store.block_folder import ABOUT_NAME, KEY_NAME, PINNED_MODE, BlockFolder, is_pinned
+from inflight.prefix_store.block_folder import (
+    ABOUT_NAME,
+    KEY_NAME,
+    KEY_SIZE,
+    PINNED_MODE,
+    BlockFolder,
+    Naming,
+    is_pinned,
+)
 from inflight.prefix_store.inspection import StoredFingerprint, parse_about
-from inflight.prefix_store.naming import KEY_SIZE, Naming
 
 MODE = 0o600
 ROOTS = tuple(Root(None, is_long).block_hash for is_long in (False, True))

@@ -15,12 +15,33 @@ import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from pathlib import Path
 
 from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_file import PARTIAL, Rows
-from inflight.prefix_store.naming import KEY_SIZE, Naming
+
+KEY_SIZE = 32
+DIGEST_SIZE = 32
+
+
+class Naming:
+    """The names of one fingerprint's blocks.
+
+    Args:
+        key: the folder's.
+        fingerprint: of all that keys and values depend on besides tokens.
+    """
+
+    def __init__(self, key: bytes, fingerprint: bytes) -> None:
+        self._key, self._fingerprint = key, fingerprint
+
+    def path_of(self, block_hash: bytes, group: int) -> str:
+        """Where a block's file lies in the folder."""
+        name = blake2b(block_hash + self._fingerprint, key=self._key, digest_size=DIGEST_SIZE).hexdigest()
+        return f"{self._fingerprint.hex()}/{name[:2]}/{name}.{group}"
+
 
 logger = logging.getLogger(__name__)
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.prefix_store import block_file
-from inflight.prefix_store.block_folder import ABOUT_NAME, HITS_NAME, KEY_NAME, is_pinned
-from inflight.prefix_store.naming import Naming
+from inflight.prefix_store.block_folder import ABOUT_NAME, HITS_NAME, KEY_NAME, Naming, is_pinned
 
 FINGERPRINT = re.compile(r"([0-9a-f]{2})+")
 

@@ -41,8 +41,7 @@ from inflight.scheduling.persistence import Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
-from inflight.scheduling.sequences import Sequences
-from inflight.scheduling.service_order import ServiceOrder
+from inflight.scheduling.sequences import Sequences, ServiceOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

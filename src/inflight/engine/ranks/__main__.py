@@ -4,8 +4,7 @@ import os
 import sys
 import threading
 
-from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import LoadShard
+from inflight.engine.ranks.links import LoadShard, StreamLink
 from inflight.host.garbage_collection import exit_without_garbage_collection, garbage_collection_paused
 from inflight.host.python_process import take_over_standard_streams
 

@@ -2,8 +2,7 @@
 
 from contextlib import suppress
 
-from inflight.engine.ranks.links import StreamLink
-from inflight.engine.ranks.messages import LoadShard, RankFailed, Ready, RunStep
+from inflight.engine.ranks.links import LoadShard, RankFailed, Ready, RunStep, StreamLink
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ranks.rank import Rank
 from inflight.host.garbage_collection import freeze_loaded_objects

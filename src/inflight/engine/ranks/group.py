@@ -12,8 +12,8 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
+from inflight.engine.ranks.links import LoadShard, Message, RankFailed, Ready, RunStep
 from inflight.engine.ranks.local_ranks import local_ranks
-from inflight.engine.ranks.messages import LoadShard, Message, RankFailed, Ready, RunStep
 from inflight.execution.ranks.rank import was_told_to_end
 
 SECONDS_TO_NOTICE = 10.0

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.engine.ranks.links import ProcessLink
-from inflight.engine.ranks.messages import RankPlacement
+from inflight.engine.ranks.links import ProcessLink, RankPlacement
 from inflight.host.machine import place, usable_memory
 from inflight.host.python_process import started
 

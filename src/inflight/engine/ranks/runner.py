@@ -13,7 +13,7 @@ from inflight.engine.ranks.group import RankGroup
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.model_runner import ModelRunner
-from inflight.execution.sampling.token_mask import TokenMasks
+from inflight.execution.sampling.sampler import TokenMasks
 from inflight.host.garbage_collection import call_after
 
 

@@ -7,18 +7,40 @@ import os
 import weakref
 from collections.abc import Callable
 from functools import partial
+from math import ceil
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
-from inflight.contracts.options import is_loaded_model, is_loaded_tokenizer
+from inflight.contracts.options import Positive, check, is_loaded_model, is_loaded_tokenizer
 from inflight.contracts.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.engine.replicas.live_states import recording_of
-from inflight.host.machine import Placement, place, usable_memory
+from inflight.host.machine import SYSTEM, Placement, cores_of_nodes, place, usable_cores, usable_memory
+
+
+def check_replicas(replicas: object, num_ranks: int = 1, system: Path = SYSTEM) -> int:
+    """Return the requested number of replicas, each of `num_ranks` ranks; "auto" is `best_number`. Raises
+    `ValueError`."""
+    if replicas == "auto":
+        return max(1, best_number(system) // num_ranks)
+    if isinstance(replicas, str):
+        raise ValueError(f"replicas is {replicas!r}; it must be 'auto', or an integer of at least 1")
+    check("replicas", replicas, Positive)
+    assert isinstance(replicas, int)
+    return replicas
+
+
+def best_number(system: Path = SYSTEM) -> int:
+    """The fastest number of replicas here: one for each NUMA node whose cores this process may use. (Several on one
+    node read the same weights several times, each for fewer sequences: docs/replicas.md.)"""
+    sizes = list(map(len, cores_of_nodes(system).values()))
+    return min(len(sizes), ceil(usable_cores(system) / max(sizes)))
+
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -4,9 +4,10 @@ sequences."""
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -17,7 +18,6 @@ from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
-from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
 from inflight.execution.graph.encode import EncodedProgram
@@ -27,8 +27,50 @@ from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.model_call import forward_parameters
-from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
+from inflight.execution.ragged_batch import CacheGroupBatch, IntArray, RaggedBatch, to_device
 from inflight.execution.weights.linear_calls import is_watched
+
+TYPE_SHIFT = 20
+"""The bits above this one hold a token's type: a graph takes only token ids and positions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Counting:
+    """How positions are counted.
+
+    Attributes:
+        padding: the padding token's id, from which positions count, and which is every padding token's position
+            (RoBERTa); None: positions count from 0.
+    """
+
+    padding: int | None = None
+
+    @property
+    def first(self) -> int:
+        """The position of a sequence's first token."""
+        return 0 if self.padding is None else self.padding + 1
+
+    def positions(self, batch: RaggedBatch) -> torch.Tensor:
+        """The positions `[T]` of a step's tokens, with their types. With a `padding`, all spans begin their
+        sequences."""
+        if self.padding is None:
+            return batch.positions
+        input_ids = np.concatenate([np.asarray(span.token_ids, dtype=np.int64) for span in batch.spans])
+        own = self.after_padding(input_ids, batch.query_lens_host)
+        return to_device(own, batch.positions.device) + (batch.positions >> TYPE_SHIFT << TYPE_SHIFT)
+
+    def after_padding(self, input_ids: IntArray, lengths: IntArray) -> IntArray:
+        """The positions `[T]` of token ids `[T]` of sequences end to end, of these lengths `[S]`."""
+        assert self.padding is not None
+        counts = input_ids != self.padding
+        so_far = np.cumsum(counts)
+        before = np.concatenate([[0], so_far])[np.cumsum(lengths) - lengths]
+        positions: IntArray = (so_far - np.repeat(before, lengths)) * counts + self.padding
+        return positions
+
+
+FROM_ZERO = Counting()
+
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ import torch
 
 from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.contracts.pooling import PooledText, PoolingPlan
-from inflight.execution.executors.counting import TYPE_SHIFT
+from inflight.execution.executors.packed import TYPE_SHIFT
 from inflight.execution.pooling.heads import Head
 from inflight.execution.ragged_batch import RaggedBatch, to_device
 

@@ -32,8 +32,7 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.counting import FROM_ZERO
-from inflight.execution.executors.packed import MIN_PACKED_ROWS
+from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters

@@ -3,8 +3,7 @@
 from dataclasses import dataclass
 
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors.counting import FROM_ZERO, Counting
-from inflight.execution.executors.packed import MIN_PACKED_ROWS
+from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
 from inflight.execution.weights.experts import RouterRows
 from inflight.execution.weights.linear_calls import LinearCalls
 

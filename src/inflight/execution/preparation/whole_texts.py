@@ -4,7 +4,7 @@ import numpy as np
 import torch
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.executors.counting import FROM_ZERO, Counting
+from inflight.execution.executors.packed import FROM_ZERO, Counting
 from inflight.execution.preparation.agreement import precision_of, relative_error
 from inflight.execution.preparation.attention_calls import num_embeddings
 from inflight.execution.preparation.proof import PlainModel, plain_logits

@@ -7,7 +7,9 @@ numbers depend only on (seed, sequence index, output position), as in counter-ba
 preemption, chunking and other rows do not change them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from functools import cache
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +19,36 @@ from inflight.contracts.plan import SlotAssignment
 from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, Edits, adjust
-from inflight.execution.sampling.token_mask import TokenMasks, apply_mask
 from inflight.execution.sampling.torch_sampling import sample_with_torch
+
+
+class TokenMasks(NamedTuple):
+    """Masks for some rows of a step's logits: the rows, ascending, and int32 words `[len(rows), ceil(V / 32)]`."""
+
+    rows: Sequence[int]
+    words: npt.NDArray[np.int32]
+
+
+def apply_mask(logits: torch.Tensor, mask: torch.Tensor) -> None:
+    """Set the logits of tokens that are not allowed to -inf, in place; NaN stays NaN.
+
+    Looks up each byte of the mask as eight upper limits, without branches: a seventh of `masked_fill_`'s time.
+
+    Args:
+        logits: `[R, V]`, floating point.
+        mask: int32 `[R, ceil(V / 32)]`, on the same device; a set bit is an allowed token, the lowest bit first.
+    """
+    bytes_ = mask.view(torch.uint8).int()  # the lowest byte first, as on every machine that torch runs on
+    limits = torch.nn.functional.embedding(bytes_, _limits_of_byte(logits.dtype, logits.device)).flatten(1)
+    torch.minimum(logits, limits[:, : logits.shape[-1]], out=logits)
+
+
+@cache
+def _limits_of_byte(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """`[256, 8]`: for each byte and each of its bits, infinity if the bit is set, else -infinity."""
+    bits = torch.arange(256)[:, None] >> torch.arange(8) & 1
+    return torch.where(bits.bool(), torch.inf, -torch.inf).to(dtype=dtype, device=device)
+
 
 MAX_TEMPERATURE = float(np.finfo(np.float32).max)
 INVALID_TOKEN = -1

@@ -8,7 +8,7 @@ from typing import Any
 from fastapi import FastAPI
 
 from inflight.contracts.config import EngineConfig, front_options
-from inflight.engine.replicas.placement import check_replicas
+from inflight.engine.replicas.launch import check_replicas
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.execution.hf.source import model_source
 from inflight.host.machine import free_memory

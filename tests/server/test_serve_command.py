@@ -256,7 +256,7 @@ def test_two_replicas_are_served_as_one_and_reloaded_on_a_signal(tmp_path: Path)
         assert len(texts) == 1
         (model / "model.safetensors").write_bytes(b"cut short")
         process.send_signal(signal.SIGUSR1)
-        wait_for("so what was served stays")
+        wait_for("so the old one stays")
         assert {ask() for _ in range(4)} == texts
         assert client.get("/health").status_code == 200
         process.send_signal(signal.SIGTERM)

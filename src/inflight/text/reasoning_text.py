@@ -1,13 +1,12 @@
-"""`ReasoningText`: divides a text, fed in pieces, into the reasoning that it begins with and the answer behind it.
-
-Decides where stop strings begin to count. White space behind reasoning is no part of the answer.
+"""`ReasoningText`: divides a text, fed in pieces, into leading reasoning and the answer, in which stop strings count.
+White space after reasoning is not part of the answer.
 """
 
 from inflight.contracts.structured_output import Reasoning
 
 
 class ReasoningText:
-    """Watches one text; holds back less than a mark, and the white space before it."""
+    """Watches one text; holds back less than a marker, and the white space before it."""
 
     def __init__(self, reasoning: Reasoning) -> None:
         self._reasoning = reasoning
@@ -16,7 +15,7 @@ class ReasoningText:
         self._held = ""
 
     def feed(self, delta: str, *, is_last: bool = False) -> tuple[str, str]:
-        """Return the reasoning, marks included, and the answer, as far as they are certain after `delta`."""
+        """Return the reasoning, markers included, and the answer, as far as certain after `delta`."""
         begin, end, held, reasoning = self._reasoning.begin, self._reasoning.end, self._held + delta, ""
         while not self._is_answer:
             if self._is_inside:

@@ -345,7 +345,7 @@ def test_a_server_that_refuses_a_system_prompt_can_go_on_without(chat: Chat, ser
     terminal = Terminal("--url", server.url, "--system", "Be kind.")
     terminal.until("> ")
     terminal.type("hello\n")
-    terminal.until("/system without a text goes on without one")
+    terminal.until("/system without a text removes it")
     terminal.until("no system role")
     terminal.until("> ")
     terminal.type("/system\n")

@@ -263,7 +263,7 @@ async def nothing(exchange: Exchange) -> None:
         (plain_text_error, "HTTP 500: Internal Server Error"),
         (fastapi_error, "HTTP 422: no such field"),
         (ends_early, "the answer ended unfinished (text/event-stream)"),
-        (breaks_off, "the connection broke off in the middle of the answer"),
+        (breaks_off, "the connection broke during the answer"),
         (breaks_off_at_once, "the server closed the connection without an answer"),
         (error_event, "error in the stream: the engine died"),
         (error_event_as_text, "error in the stream: out of memory"),

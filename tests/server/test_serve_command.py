@@ -203,7 +203,7 @@ def test_a_folder_without_a_tokenizer_is_said(
     monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
     monkeypatch.setattr(sys, "argv", ["inflight", "serve", str(tmp_path), "--port", "0"])
     main()
-    assert "has no tokenizer: only token ids are taken and given" in caplog.text
+    assert "has no tokenizer: it takes and returns token ids only" in caplog.text
 
 
 @pytest.mark.thorough

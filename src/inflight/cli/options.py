@@ -1,7 +1,7 @@
 """Options that several sub-commands share, with their help texts; and `quiet_libraries`.
 
-An option that is not given is None and left to `EngineConfig` and `SamplingParams`, so each default is written only
-once; help texts show it from there.
+Options not given are None and left to `EngineConfig` and `SamplingParams`, which have each default once; help texts
+show it.
 """
 
 import functools
@@ -43,7 +43,7 @@ def replicas(text: str) -> int | str:
 
 
 def tokens(text: str) -> tuple[int, ...]:
-    """How many tokens prompts may get: one number for all, or one for each. Raises `click.BadParameter`."""
+    """Most tokens of prompts: one number for all, or one for each. Raises `click.BadParameter`."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
         raise click.BadParameter(f"{text!r} are no numbers of tokens; give one, or one for each prompt, such as 4,8,12")
     return tuple(map(int, text.split(",")))
@@ -65,8 +65,8 @@ class Shared:
         flag: its name, or several with a space between them; the names of both directions of a switch have a slash.
         type: what its text becomes; None: it is a switch.
         help: its meaning.
-        unset: what applies if neither caller nor field has a value, in words.
-        field: the field that it sets, if it is not named like the option.
+        unset: the effective default, in words, if neither caller nor field has a value.
+        field: the field that it sets, if named differently.
     """
 
     flag: str
@@ -101,7 +101,7 @@ _TOKENIZER = (Shared("--tokenizer", str, "Hub id or folder of the tokenizer.", "
 _LOADING = (
     Shared("--revision", str, "Branch, tag or commit of a hub repository.", "main"),
     _one_of("--load-format", config.LOAD_FORMATS, "auto: the checkpoint's weights. dummy: random ones."),
-    _one_of("--task", config.TASKS, "What the model is loaded for. auto: what the checkpoint says."),
+    _one_of("--task", config.TASKS, "The model's task. auto: from the checkpoint."),
     Shared("--trust-remote-code", None, "Allow code that comes with the model."),
 )
 _RUNNING = (
@@ -117,11 +117,11 @@ _RUNNING = (
     _one_of("--quantization", config.QUANTIZATIONS, "Quantize weights while loading.", "none"),
     Shared("--quantization-group-size", int, "Of int4: weights that share a scale: 32, 64 or 128."),
     Shared("--quantization-minima", None, "Of int4: a minimum for them, too."),
-    _one_of("--quantization-arithmetic", config.ARITHMETICS, "How weights of a few bits are multiplied."),
-    Shared("--record-forward/--no-record-forward", None, "Record the forward pass: steps run without Python."),
+    _one_of("--quantization-arithmetic", config.ARITHMETICS, "Arithmetic of quantized weights."),
+    Shared("--record-forward/--no-record-forward", None, "Run the forward pass as a graph, without Python."),
     _one_of("--kv-cache-dtype", config.KV_CACHE_DTYPES, "Of keys and values. auto: the model's."),
-    _one_of("--executor", config.EXECUTORS, "How a step runs. auto: the first way that is proved exact."),
-    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "How attention is computed. auto: the best one here."),
+    _one_of("--executor", config.EXECUTORS, "How steps run. auto: the first executor proved exact."),
+    _one_of("--attention-backend", config.ATTENTION_BACKENDS, "The attention backend. auto: the best one here."),
 )
 _BATCHING = (
     Shared(
@@ -136,7 +136,7 @@ _BATCHING = (
         "--max-prefill-tokens-per-step",
         int,
         "Most prefill tokens in a step that has decodes, or is in the background.",
-        "no limit; a server derives one from how fast steps are",
+        "no limit; a server derives one from step times",
     ),
     _one_of("--policy", config.POLICIES, "Which requests are served first."),
     Shared("--aging-steps", int, "Steps after which a request's priority improves by one."),
@@ -159,11 +159,11 @@ _CACHE_MEMORY = (
     Shared(
         "--kv-cache-memory",
         size,
-        "Memory for keys and values: bytes, or such as 2G, 512MiB.",
+        "Memory for keys and values in bytes, such as 2G or 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
     ),
-    Shared("--prefix-cache-dir", str, "A folder that keeps prefixes beyond the process's end.", "none"),
-    Shared("--prefix-cache-size", size, "Bytes that it may have, or such as 20G.", "20G"),
+    Shared("--prefix-cache-dir", str, "A folder that keeps prefixes across restarts.", "none"),
+    Shared("--prefix-cache-size", size, "Its most bytes, such as 20G.", "20G"),
 )
 _CHOOSING = (
     Shared("--temperature", float, "0 always takes the most likely token."),
@@ -173,9 +173,9 @@ _CHOOSING = (
     Shared("--seed", int, "Seed of the random numbers.", "differs from request to request"),
 )
 _CHANGING = (
-    Shared("--presence-penalty", float, "Subtracted from the logits of tokens that the output has."),
-    Shared("--frequency-penalty", float, "The same, once for each time that the output has them."),
-    Shared("--repetition-penalty", float, "Divides the logits of tokens that prompt or output have."),
+    Shared("--presence-penalty", float, "Subtracted from the logits of tokens in the output."),
+    Shared("--frequency-penalty", float, "The same, for each occurrence in the output."),
+    Shared("--repetition-penalty", float, "Divides the logits of tokens in prompt or output."),
     Shared("--bad-word", str, "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
 )
 _NUMBER = (Shared("--n", int, "Sequences to generate for each prompt."),)
@@ -245,8 +245,8 @@ def _adapters(_: click.Context, __: click.Parameter, given: tuple[str, ...]) -> 
 
 
 def adapters_option(command: Command) -> Command:
-    """Add options for the adapters that requests may ask for, each by its name."""
-    memory = Shared("--adapter-memory", size, "Bytes of adapters in memory that no request has, or such as 2G.")
+    """Add options for adapters, by name."""
+    memory = Shared("--adapter-memory", size, "Memory of unused adapters in bytes, such as 2G.")
     command = memory.under(MODEL, {"adapter_memory": "1G"})(command)
     return click.option(
         "--adapter",
@@ -256,7 +256,7 @@ def adapters_option(command: Command) -> Command:
         multiple=True,
         callback=_adapters,
         metavar="NAME=PATH",
-        help="A LoRA adapter that is served as a model of this name; may be repeated.",
+        help="A LoRA adapter, served as a model of this name; may be repeated.",
     )(command)
 
 
@@ -272,7 +272,7 @@ engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 
 
 replicas_option = Shared(
-    "--replicas", replicas, "Engines of the model, each on cores of its own; auto: one for each NUMA node."
+    "--replicas", replicas, "Engines of the model, each on its own cores; auto: one per NUMA node."
 ).under(RUNNING, {"replicas": 1})
 """For commands whose front can have several engines."""
 
@@ -280,14 +280,14 @@ replicas_option = Shared(
 tensor_parallel_option = Shared(
     "--tensor-parallel-size -tp",
     click.IntRange(1, config.MAX_RANKS),
-    "Processes that run the model together, each with a part of every weight.",
+    "Tensor parallelism: processes that each have a shard of every weight.",
     field="tensor_parallel_size",
 ).under(RUNNING, {"tensor_parallel_size": 1})
-"""For commands whose engine runs in a process of its own."""
+"""For commands whose engine runs in its own process."""
 
 
 def engine_options_with(**defaults: Any) -> Options[Any]:
-    """The same for a command that has defaults of its own."""
+    """The same for a command with its own defaults."""
     return _together(_OF_ENGINE | defaults, (MODEL, _TOKENIZER), *_CONFIG)
 
 
@@ -297,13 +297,13 @@ def config_options_with(**defaults: Any) -> Options[Any]:
 
 
 scheduling_options = _together(dict.fromkeys(_OF_ENGINE, "the recording's"), *_SCHEDULING)
-"""Those of `EngineConfig`'s options that say how requests are batched, for what begins with a recording's."""
+"""The batching options of `EngineConfig`, whose defaults come from a recording."""
 
 choice_options = _together(_OF_SAMPLING | {"temperature": 0}, (CHOOSING, _CHOOSING))
-"""Options for how tokens are chosen; greedily by default."""
+"""Sampling options; greedy by default."""
 
 chat_options = _together(_OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _ENDING))
-"""Options for how one answer's tokens are chosen, and when it ends."""
+"""Sampling and stopping options of one answer."""
 
 sampling_options = _together(
     _OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _NUMBER + _ENDING + _SCORES), (STRUCTURE, _STRUCTURE)
@@ -312,7 +312,7 @@ sampling_options = _together(
 
 
 def model_option(command: Command) -> Command:
-    """Add `--model`, which every command that runs a model has. Its value is None for the embedded model."""
+    """Add `--model`. Its value is None for the embedded model."""
     return click.option(
         "--model",
         "-m",
@@ -323,7 +323,7 @@ def model_option(command: Command) -> Command:
 
 
 def model_argument(command: Command) -> Command:
-    """Add `--model`, and an argument that means the same, to a command that has no other arguments."""
+    """Add `--model`, and an equivalent argument, to a command without other arguments."""
 
     @click.argument("model_argument", metavar="[MODEL]", required=False)
     @model_option
@@ -361,7 +361,7 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import huggingface_hub.utils.logging  # adds a handler of its own beside ours, so that every message came twice
+    import huggingface_hub.utils.logging  # adds its own handler beside ours, which duplicates every message
 
     logging.getLogger(huggingface_hub.__name__).handlers.clear()
 

@@ -1,8 +1,8 @@
-"""Prefixes of one folder in a file, for another folder: a tar of a folder of prefixes with a key of its own.
+"""Exports prefixes to a file and imports them: a tar of a folder of prefixes with its own key.
 
-Each folder has other names for the same blocks, because its key is secret. On the way from a root to a block, its new
-name is found as its old one was. To what was kept under a `cache_salt` there is no way without that salt: it stays.
-Parents come before their children, so that a file can be read from its beginning to its end.
+Each folder has different names for the same blocks, because its key is secret. New names are derived along the path
+from the root, as the old ones were. Blocks under a `cache_salt` have no path without that salt, and are left out.
+Parents come before their children, so that a file can be read sequentially.
 """
 
 import io
@@ -31,10 +31,10 @@ ABOUT_PATH = re.compile(rf"([0-9a-f]{{64}})/{re.escape(ABOUT_NAME)}")
 
 @dataclass(slots=True)
 class ArchiveTotals:
-    """What an archive has been given, or has given.
+    """Totals of an export or import.
 
     Attributes:
-        num_damaged: files that were left out because they are damaged.
+        num_damaged: damaged files, left out.
     """
 
     num_blocks: int = 0
@@ -55,7 +55,7 @@ class _Renaming:
         return list(self._renamed)
 
     def rename(self, content: BlockContent) -> BlockContent | None:
-        """The content under its new name. None: there is no way to it."""
+        """The content under its new name. None: it has no path."""
         parent = self._renamed.get(content.parent)
         if parent is None or content.digest != self._old.digest(content.parent, content.token_ids):
             return None
@@ -72,7 +72,7 @@ def write_archive(
     """Write the prefixes of some fingerprints in a folder to a file, those without a `cache_salt`.
 
     Args:
-        only_pinned: leave out what is not.
+        only_pinned: leave out unpinned blocks.
 
     Raises `OSError`.
     """
@@ -86,7 +86,7 @@ def write_archive(
             new = Naming(new_key, fingerprint)
             renaming = _Renaming(Naming(old_key, fingerprint), new)
             for path in _from(holding, renaming.roots()):
-                with suppress(FileNotFoundError):  # an engine has deleted it
+                with suppress(FileNotFoundError):  # deleted by an engine
                     status = path.stat()
                     if only_pinned and not is_pinned(status):
                         continue
@@ -104,7 +104,7 @@ def write_archive(
 
 
 def _from(holding: StoredFingerprint, roots: list[bytes]) -> Iterator[Path]:
-    """The files of the blocks that there is a way to, parents first."""
+    """The files of blocks with a path, parents first."""
     children: dict[bytes, list[Path]] = defaultdict(list)
     for path in holding.files():
         if BLOCK_NAME.fullmatch(path.name):
@@ -127,13 +127,13 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = MODE, tim
 
 
 def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
-    """Add the prefixes in a file to a folder, which is made if it is missing.
+    """Add the prefixes in a file to a folder, which is created if missing.
 
     Args:
         max_bytes: of all files in the folder.
 
     Raises:
-        ValueError: it is no such file, or not whole (then what came before is there), or too much would be pinned.
+        ValueError: the file is invalid, or truncated (then the blocks before are added), or too much would be pinned.
         OSError: the folder cannot be used.
     """
     moved = ArchiveTotals()
@@ -160,7 +160,7 @@ class _Reader:
         self._pinned: dict[str, list[Path]] = defaultdict(list)
 
     def take(self, name: str, mode: int, data: bytes) -> None:
-        """Take one member of the archive."""
+        """Import one member of the archive."""
         if found := ABOUT_PATH.fullmatch(name):
             self._about[found[1]] = parse_about(data)
         elif found := BLOCK_PATH.fullmatch(name):
@@ -197,7 +197,7 @@ class _Reader:
         return self._folders[fingerprint]
 
     def pin(self) -> None:
-        """Pin what was pinned. Raises `ValueError` if that is too much."""
+        """Pin the pinned blocks. Raises `ValueError` if that is too much."""
         for fingerprint, paths in self._pinned.items():
             self._folders[fingerprint][0].pin(paths)
 

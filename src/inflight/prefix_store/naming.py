@@ -1,7 +1,7 @@
-"""`Naming`: what a block is called in a folder. Without the folder's secret key a name cannot be told from the tokens.
+"""`Naming`: block names in a folder, derived from tokens with the folder's secret key.
 
-A name is a digest of the block's tokens, of the digest before it, and so of everything that its keys and values depend
-on: before the first block comes a digest of the fingerprint, and of what keeps requests apart that may not share.
+A name is a chained digest of the block's tokens. The chain begins with a digest of the fingerprint, salt and adapter,
+so names cover everything that keys and values depend on.
 """
 
 import hashlib
@@ -31,7 +31,7 @@ class Naming:
         return self._digest(parent, token_ids)
 
     def path_of(self, digest: bytes, group: int) -> str:
-        """Where a block's file lies in the folder."""
+        """A block's path in the folder."""
         name = digest.hex()
         return f"{self._fingerprint.hex()}/{name[:2]}/{name}.{group}"
 

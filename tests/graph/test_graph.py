@@ -258,7 +258,7 @@ def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         (chooses_rows_by_value, "depends on the values of tensors"),
         (counts_in_numpy, "depends on the length without torch's operators"),
         (draws, "depends on the values of tensors"),
-        (keeps_a_state, "writes into what it keeps (aten::add_.Tensor)"),
+        (keeps_a_state, "mutates its state (aten::add_.Tensor)"),
     ],
 )
 def test_what_is_not_the_same_every_time_is_not_traced(forward: Forward, reason: str) -> None:

@@ -73,7 +73,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes import everything anew, as they do for users, and are children of the one that starts them."""
     for module in (connection, local_ranks):
         monkeypatch.setattr(module, "started", python_process.started)

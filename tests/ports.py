@@ -6,7 +6,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def port_of_nobody() -> Iterator[int]:
+def unused_port() -> Iterator[int]:
     """A port of 127.0.0.1 that has no listener and cannot get one before the block ends."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

@@ -2,7 +2,7 @@
 
 For users each imports them anew. That takes three to five seconds of a core, for each of a hundred processes; what they
 do afterwards is the same. It stands where `python_process.started` does, in a test's process and in all that come of
-it. Some tests start processes as users do: see the fixture `started_anew`.
+it. Some tests start processes as users do: see the fixture `fresh_processes`.
 """
 
 import functools

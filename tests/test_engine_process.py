@@ -42,7 +42,7 @@ from inflight.engine.process.protocol import (
 from inflight.engine.process.session import Session
 from inflight.engine.process.supervisor import Supervisor
 
-pytestmark = pytest.mark.usefixtures("started_anew")
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 INFO = ModelInfo(
     model_class="Model",

@@ -126,7 +126,7 @@ class _Processor(Processor):
         others = 1 if ray.data.DataContext.get_current().checkpoint_config is None else 2
         if there - taken < others:
             logger.warning(
-                "%g of the cluster's %g CPUs are set aside for engines, and the job may wait for ever: what reads and "
+                "%g of the cluster's %g CPUs are set aside for engines, and the job may wait forever: what reads and "
                 "writes rows, and checkpoints, needs %d more; give the processor less num_cpus, or less concurrency",
                 taken,
                 there,

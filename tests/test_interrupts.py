@@ -48,7 +48,7 @@ Act: TypeAlias = "Callable[[World], None]"
 
 
 class Injected(BaseException):
-    """What is raised where nobody expects it."""
+    """The exception that interrupts the caller."""
 
 
 class Injector:

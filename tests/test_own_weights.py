@@ -1,4 +1,4 @@
-"""A loaded model is the engine's alone: neither its files nor the caller's model change what it gives."""
+"""The engine owns its weights: changing the files or the caller's model does not change its output."""
 
 from pathlib import Path
 

@@ -314,7 +314,7 @@ def test_a_run_gives_nothing_before_its_end() -> None:
 
 @torch.inference_mode()
 def test_runs_do_not_write_into_what_others_still_need() -> None:
-    """Memory serves again: not that of logits, and not that of a run which has not ended."""
+    """Memory is reused, except that of logits and of unfinished runs."""
     forward = heads(torch.float32)
     compiled = CompiledGraph(encode(trace(forward)))
     steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
@@ -332,7 +332,7 @@ def test_runs_do_not_write_into_what_others_still_need() -> None:
 
 
 def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
-    """Torch's own operators do not ask, and run wild."""
+    """Torch's own operators do not check this."""
 
     def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         return TABLE[input_ids].to(torch.float64)[logit_rows]

@@ -1,4 +1,4 @@
-"""A folder of blocks: names that say nothing, a number of bytes that is kept, several engines."""
+"""A folder of blocks: opaque names, a size limit, several engines."""
 
 import os
 import threading
@@ -37,7 +37,7 @@ def test_names_depend_on_everything(tmp_path: Path) -> None:
     assert BlockFolder(tmp_path, ONE, 1000).naming.digest(root, b"tokens") == folder.naming.digest(root, b"tokens")
 
 
-def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path / "cache", ONE, 1000)
     place = put(folder, ONE).parent
     for path in (tmp_path / "cache", place, place.parent):

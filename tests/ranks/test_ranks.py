@@ -1,4 +1,4 @@
-"""Ranks as processes: what they refuse, and what comes of steps and ranks that end before they should."""
+"""Ranks as processes: refusals, and failures of steps and ranks."""
 
 import asyncio
 import os

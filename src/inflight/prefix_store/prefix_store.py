@@ -40,7 +40,7 @@ MAX_LINES = 10
 
 @dataclass(slots=True)
 class BlockLoading:
-    """Blocks being loaded; see `contracts.block_store.BlockLoading`."""
+    """Blocks being loaded; see `contracts.block_store.Loading`."""
 
     blocks: Sequence[tuple[BlockContent, int]]
     num_loaded: int = 0

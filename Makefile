@@ -84,7 +84,7 @@ docs: $(READY)            ## the documents as a site in site/; a link that leads
 notebook: $(READY)        ## run the example notebook, and store it with its outputs (a minute on two cores)
 	$(BIN)/python -m tools.store_notebook
 
-figures: $(READY)         ## draw the figures of the documents anew, and record the runs to play with (five minutes on two cores)
+figures: $(READY)         ## redraw the figures of the documents, and record the runs to play with (five minutes on two cores)
 	$(BIN)/python -m tools.make_figures
 	$(BIN)/python -m tools.figures.ladder_runs
 	$(BIN)/python -m tools.picture_of_page || echo "the picture of the live page needs a browser: make browser"
@@ -101,7 +101,7 @@ wheel: $(READY)           ## dist/: a wheel with compiled kernels, and an sdist 
 		--wheel-dir dist build/wheel/*.whl
 	cp build/wheel/*.tar.gz dist
 
-demo-model: $(READY)      ## train the embedded model anew (about half an hour on two cores)
+demo-model: $(READY)      ## retrain the embedded model (about half an hour on two cores)
 	$(BIN)/python tools/train_demo_model.py
 
 clean:

@@ -31,7 +31,7 @@ NUM_SEQUENCES, PROMPT_LEN, NUM_TOKENS = 32, 32, 96
 
 
 def write_adapter(folder: Path, shapes: dict[str, tuple[int, int]], rank: int, seed: int) -> None:
-    """A random adapter as PEFT writes it, for layers with so many inputs and outputs."""
+    """A random adapter in PEFT's format, for layers with this many inputs and outputs."""
     folder.mkdir(parents=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

@@ -40,7 +40,7 @@ from inflight.batches.worker import Worker
 
 PORT = 8437
 VOCABULARY = 1000
-"""All models have so many token ids."""
+"""Vocabulary size of all models."""
 
 COMPLETIONS: Literal["/v1/completions"] = "/v1/completions"
 
@@ -139,7 +139,7 @@ def interactive(arguments: argparse.Namespace, folder: Path) -> None:
 
 
 def started(client: openai.OpenAI, job_id: str, at_least: int) -> int:
-    """Wait until so many requests of a job are answered; return how many are."""
+    """Wait until this many requests of a job are answered; return the number."""
     while True:
         counts = client.batches.retrieve(job_id).request_counts
         assert counts is not None

@@ -1,4 +1,4 @@
-"""Speed beside other processes: how much of its fair share an engine gets, and what becomes of its slowest calls.
+"""Speed beside other processes: how much of its fair share an engine gets, and the latency of its slowest calls.
 
     python -m benchmarks.busy_machine --model DIR --quantization int4 --streams 1
 

@@ -5,8 +5,8 @@ python -m benchmarks.ray_cluster --measure serve --model gpt2 --load "one every 
 python -m benchmarks.ray_cluster --measure data --rows 10_000
 
 serve: workload W2 (`workloads.py`), all 32 requests at once and streamed, from `inflight bench serve`; or requests so
-    far apart that each is alone. Each server is started anew in each round, alone, with one engine of all cores, and
-    gets the load twice; the first is not counted. Ray's own processes and the load generator share the cores.
+    far apart that each is alone. Each server is restarted in each round, alone, with one engine of all cores, and gets
+    the load twice; the first is not counted. Ray's own processes and the load generator share the cores.
 data: rows with a prompt each through the embedded model, from reading a file to the last result in another, with the
     start of the engine: in `inflight batch`, and on a running cluster, where nothing is killed, or the actor with the
     engine is killed twice, each time after 12 seconds of the engine's CPU time. Results are compared.
@@ -147,7 +147,7 @@ NUM_TOKENS = 32
 SECONDS_BEFORE_KILL = 12.0
 """Of CPU time of the engine that is killed, its start included."""
 ANSWERS: dict[int, dict[int, str]] = {}
-"""The answers to so many prompts, of whoever gave them first."""
+"""The answers to this many prompts, from any server."""
 
 ANSWER_ON_RAY = """
 import json, sys, time

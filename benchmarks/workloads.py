@@ -36,7 +36,7 @@ class Workload:
         num_slots: how many requests may run at once.
         lengths: prompt and output length of each request; prompt lengths include the common prefix.
         num_prefix_tokens: length of the prefix that all prompts share.
-        period: each prompt repeats itself after so many tokens; None: it does not.
+        period: each prompt repeats itself after this many tokens; None: it does not.
     """
 
     name: str

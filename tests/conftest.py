@@ -50,7 +50,8 @@ serve_preloaded()
 
 
 THOROUGH_ROOMS = {"agents", "browser", "deploy", "examples", "packaging", "real_weights", "scale"}
-"""Of the tests; --quick leaves them out: wheels, Ray, browsers, containers, clients of other packages, downloads."""
+"""Test folders and files that --quick leaves out: wheels, Ray, browsers, containers, clients of other packages,
+downloads."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -73,7 +74,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 @pytest.fixture
-def started_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes import everything anew, as they do for users, and are children of the one that starts them."""
+def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start real Python processes as for users: they import everything, and are children of the process that starts
+    them."""
     for module in (connection, local_ranks):
         monkeypatch.setattr(module, "started", python_process.started)

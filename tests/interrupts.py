@@ -11,8 +11,8 @@ def heed_interrupts() -> None:
 
 
 def interrupted_after_a_line(command: Sequence[str], environment: Mapping[str, str]) -> tuple[str, str]:
-    """Run a command and interrupt it when its first line has come. Returns what it printed and what it told; its exit
-    code must be that of an interrupt."""
+    """Run a command and interrupt it after its first line. Returns its standard output and error; checks for the exit
+    code of an interrupt."""
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

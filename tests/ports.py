@@ -1,4 +1,4 @@
-"""Ports that tests connect to."""
+"""Local ports for tests."""
 
 import socket
 from collections.abc import Iterator
@@ -6,8 +6,8 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def port_of_nobody() -> Iterator[int]:
-    """A port of 127.0.0.1 that has no listener and cannot get one before the block ends."""
+def unused_port() -> Iterator[int]:
+    """A port of 127.0.0.1 without a listener until the block ends."""
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port: int = held.getsockname()[1]

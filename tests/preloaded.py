@@ -1,8 +1,7 @@
-"""Processes of ours that are forked from one which has imported torch and `transformers` already.
-
-For users each imports them anew. That takes three to five seconds of a core, for each of a hundred processes; what they
-do afterwards is the same. It stands where `python_process.started` does, in a test's process and in all that come of
-it. Some tests start processes as users do: see the fixture `started_anew`.
+"""Forks our processes from one that has already imported torch and `transformers`. A user's processes import them
+themselves, which takes three to five CPU seconds each; their behaviour afterwards is the same. This replaces
+`python_process.started` in a test's process and its descendants. Tests of process starts use the fixture
+`fresh_processes`.
 """
 
 import functools
@@ -37,12 +36,12 @@ PRELOADED = (
 STANDARD = (0, 1, 2)
 MOST_FILES = 32
 FIRST_FREE = 500
-"""File descriptors from here on belong to nobody."""
+"""File descriptors from here on are unused."""
 SECONDS_TO_BEGIN = 300.0
 
 
 class Forked:
-    """What tests and `ProcessConnection` need of a `Popen`."""
+    """The part of `Popen` that tests and `ProcessConnection` use."""
 
     def __init__(self, control: socket.socket, stdin: BinaryIO, stdout: BinaryIO) -> None:
         self.stdin, self.stdout = stdin, stdout
@@ -101,8 +100,8 @@ def stand_in(address: str, begin: Callable[[], object] = lambda: None) -> None:
 
 
 def serve_preloaded() -> None:
-    """Let this process use a server, which starts with the first process and ends with this one. (Elsewhere than on
-    Linux, do nothing.)"""
+    """Let this process use a fork server, which starts with the first child and ends with this process. Does nothing
+    outside Linux."""
     if sys.platform != "linux":
         return
     address = f"inflight: {uuid.uuid4()}"
@@ -124,7 +123,7 @@ def serve_preloaded() -> None:
 
 
 class _Server:
-    """Forks. Its own standard input ends with the process that has started it; its output is where it listens."""
+    """The fork server. Its standard input closes when its parent ends; it prints the address on which it listens."""
 
     def __init__(self) -> None:
         self._listener = socket.socket(fileno=os.dup(1))
@@ -136,7 +135,7 @@ class _Server:
         self._own_files = [self._woken, waking]
 
     def next_child(self) -> "tuple[dict[str, Any], socket.socket]":
-        """Serve. Returns in each new process, with what it is to be, and whom to tell that it is."""
+        """Serve. Returns in each forked process, with the program to run and the connection that reports its start."""
         while True:
             ready, _, _ = select.select([0, self._woken, self._listener], [], [])
             if 0 in ready:
@@ -170,12 +169,12 @@ class _Server:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 return
-            with self._controls.pop(pid) as control, suppress(OSError):  # whoever has started it may have ended
+            with self._controls.pop(pid) as control, suppress(OSError):  # its parent may have ended
                 control.send(struct.pack("i", os.waitstatus_to_exitcode(status)))
 
 
 def _take(files: list[int], numbers: Iterable[int], own: list[int]) -> None:
-    """Give the files that were received their numbers, in place of this process's own."""
+    """Install the received file descriptors under their numbers."""
     received = [_moved(file, FIRST_FREE + number) for number, file in enumerate(files)]
     for file in own:
         os.close(file)
@@ -190,7 +189,7 @@ def _moved(file: int, number: int) -> int:
 
 
 def _become(asked: dict[str, Any], address: str) -> None:
-    """Be what `python -m` would have started."""
+    """Run a module as `python -m` does."""
     os.setsid()
     os.environ.clear()
     os.environ.update(asked["environment"])

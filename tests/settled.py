@@ -1,4 +1,4 @@
-"""`settled`: waits until the engine of an `LLM` has done all that it was told."""
+"""`settled`: waits until the engine of an `LLM` has processed all messages."""
 
 from inflight import LLM
 from inflight.engine.engine import Engine

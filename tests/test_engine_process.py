@@ -42,7 +42,7 @@ from inflight.engine.process.protocol import (
 )
 from inflight.engine.process.session import Session
 
-pytestmark = pytest.mark.usefixtures("started_anew")
+pytestmark = pytest.mark.usefixtures("fresh_processes")
 
 INFO = ModelInfo(
     model_class="Model",

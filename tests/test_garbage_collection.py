@@ -1,4 +1,4 @@
-"""The garbage collector is as it was, whatever is imported while it rests; what it takes away may have to end."""
+"""The garbage collector's state is restored after imports during which it is paused."""
 
 import gc
 import subprocess

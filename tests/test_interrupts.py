@@ -53,7 +53,7 @@ Act: TypeAlias = "Callable[[World], None]"
 
 
 class Injected(BaseException):
-    """What is raised where nobody expects it."""
+    """The exception that interrupts the caller."""
 
 
 class Injector:
@@ -240,7 +240,7 @@ def test_a_hook_of_the_model_cannot_call_the_llm(monkeypatch: pytest.MonkeyPatch
         llm.engine.runner.executor, "forward", lambda *_: llm.generate([[1, 2]], sampled(2), use_tqdm=False)
     )
     (output,) = llm.generate([[1, 2, 3]], sampled(2), use_tqdm=False)
-    assert "this LLM is in the middle of a step" in (output.error or "")
+    assert "this LLM is running a step" in (output.error or "")
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")

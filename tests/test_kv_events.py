@@ -1,4 +1,4 @@
-"""What an engine publishes of its prefix cache, heard by subscribers that decode vLLM's form by themselves."""
+"""Prefix-cache events of an engine, read by subscribers that decode vLLM's format independently."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""Looks at a running engine: all that it computed is in one, and who is not watched makes no records."""
+"""Live states of a running engine: they cover all computation, and an engine without a reader records nothing."""
 
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ def submit(engine: Engine, request_id: str, prompt: list[int], **params: Any) ->
 
 
 def looks_at(engine: Engine, feed: LiveFeed, every: int) -> list[LiveState]:
-    """Run to the end, with a look after every so many steps."""
+    """Run to the end, and read a live state after every few steps."""
     states = [feed.look()]
     while engine.has_unfinished_requests:
         for _ in range(every):

@@ -1,4 +1,4 @@
-"""A loaded model is the engine's alone: neither its files nor the caller's model change what it gives."""
+"""The engine owns its weights: changing the files or the caller's model does not change its output."""
 
 from pathlib import Path
 
@@ -51,7 +51,7 @@ def test_after_training_requests_are_refused_until_the_weights_are_reloaded() ->
     llm, before = LLM(model), expected(model)
     assert tokens(llm) == before
     trained(model)
-    with pytest.raises(InvalidRequestError, match=r"have been changed since it was loaded.*reload_weights\(\)"):
+    with pytest.raises(InvalidRequestError, match=r"weights have changed since.*reload_weights\(\)"):
         tokens(llm)
     llm.reload_weights()
     assert tokens(llm) == expected(model) != before

@@ -226,7 +226,7 @@ class Mutation(Enum):
     NO_WINDOW = "sliding layers see everything before"
     NO_SOFTCAP = "attention scores are not capped"
     NO_SINKS = "no sinks in the softmax"
-    LOST_BLOCK = "nobody from position FAR on sees the 16 tokens before FAR"
+    LOST_BLOCK = "tokens from position FAR on do not see the 16 tokens before FAR"
     SHIFTED_POSITIONS = "positions are one too large from FAR on"
 
 

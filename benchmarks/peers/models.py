@@ -228,7 +228,7 @@ def _to_openvino(peer: Peer, folder: Path, target: Path, weights: str) -> None:
 
 
 def _without_weights(folder: Path, target: Path, quantization_config: dict[str, Any]) -> None:
-    """Copy a model, but say that its weights are quantised, and leave them to whoever makes them up."""
+    """Copy a model's configuration as quantized, without weights."""
     shutil.copytree(folder, target, ignore=shutil.ignore_patterns("*.safetensors*"))
     config = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization_config}
     (target / "config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Adapters for tests: what PEFT trains and saves, and random ones that are written here."""
+"""Adapters for tests: trained and saved with PEFT, or random."""
 
 import copy
 import json
@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 SIZE = 0.3
-"""Deviation of an adapter's elements: what it adds is about as large as what a zoo model has."""
+"""Standard deviation of an adapter's elements. Its product is about as large as a zoo model's weights."""
 
 
 def save_with_peft(
@@ -38,7 +38,7 @@ def save_with_peft(
 
 
 def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], seed: int, rank: int = 4, **config: Any) -> str:
-    """Write a random adapter for modules with so many inputs and outputs; returns the folder's name."""
+    """Write a random adapter for modules of the given numbers of inputs and outputs. Returns the folder's name."""
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -52,7 +52,8 @@ def write_adapter(folder: Path, modules: dict[str, tuple[int, int]], seed: int, 
 
 
 def modules_of(model: PreTrainedModel, *endings: str) -> dict[str, tuple[int, int]]:
-    """The linear layers of a plain model whose names end so, with their inputs and outputs."""
+    """The plain model's linear layers whose names have one of these endings, with their numbers of inputs and
+    outputs."""
     return {
         name: (module.in_features, module.out_features)
         for name, module in model.named_modules()

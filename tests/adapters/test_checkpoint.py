@@ -1,4 +1,4 @@
-"""What is read of an adapter's files, and what is refused by its name."""
+"""Adapter files are read correctly, and unsupported ones are refused by name."""
 
 import json
 from pathlib import Path
@@ -141,7 +141,7 @@ def test_old_checkpoints_are_read_and_programs_in_them_are_not_run(llm: LLM, tmp
 
 
 def test_a_scale_is_alpha_by_rank_or_by_its_root(llm: LLM, tmp_path: Path) -> None:
-    """The same product written with other factors: as they are powers of two, the same bits."""
+    """Scales the two factors by inverse powers of two, so their product keeps its bits."""
     outputs = []
     for number, config in enumerate(
         ({"lora_alpha": 8}, {"lora_alpha": 4, "use_rslora": True}, {"alpha_pattern": {"q_proj": 8}})

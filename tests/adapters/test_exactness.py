@@ -1,5 +1,5 @@
-"""A sequence with an adapter gets what the plain model gives with the adapter merged into it, and others what they get
-without any: all of them in the same steps."""
+"""A sequence with an adapter gets the output of the plain model with that adapter merged, and sequences without one the
+output of the plain model, all in the same steps."""
 
 import random
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A server whose model answers as planned. Packages are told to report to nobody before they are imported."""
+"""A server with scripted answers. Telemetry of the agent packages is disabled before they are imported."""
 
 import os
 from collections.abc import Iterator

@@ -65,7 +65,7 @@ def run(server: RunningServer, provider: str, stream: bool, weather: Weather, me
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("provider", PROVIDERS)
-def test_a_model_thinks_calls_a_tool_and_answers(
+def test_a_model_reasons_calls_a_tool_and_answers(
     server: RunningServer, weather: Weather, provider: str, stream: bool
 ) -> None:
     plan(server, CALLING, ANSWERING)

@@ -69,7 +69,7 @@ def reasoning_in(result: Any) -> list[str]:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("api", APIS)
-def test_an_agent_thinks_calls_a_tool_and_answers(
+def test_an_agent_reasons_calls_a_tool_and_answers(
     server: RunningServer, weather: Weather, api: str, stream: bool
 ) -> None:
     plan(server, CALLING, ANSWERING)

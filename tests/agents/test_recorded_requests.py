@@ -1,4 +1,4 @@
-"""Requests in the form in which agents send them that are no Python packages, or too large to install."""
+"""Recorded requests of agents that are not Python packages, or are too large to install."""
 
 import json
 from typing import Any

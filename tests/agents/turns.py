@@ -1,4 +1,4 @@
-"""A model that has a script for each request, and what the tests let it think, call and say."""
+"""A model with a scripted answer (reasoning, calls, content) for each request."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -74,8 +74,8 @@ class TurnsLLM(ScriptedLLM):
     """Answers each request with the next script.
 
     Attributes:
-        turns: the scripts of requests to come.
-        prompts: what it was asked.
+        turns: the remaining scripts.
+        prompts: the prompts of all requests.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -97,7 +97,7 @@ class TurnsLLM(ScriptedLLM):
 
 @contextmanager
 def server_of_turns() -> Iterator[RunningServer]:
-    """The embedded model, which thinks and calls tools as scripts tell it."""
+    """The embedded model with scripted reasoning and tool calls."""
     llm = TurnsLLM(num_blocks=200, in_process=True)
     llm.tokenizer.inner.chat_template = TEMPLATE  # type: ignore[union-attr]
     with RunningServer(llm, model_name="stories") as server:
@@ -112,7 +112,7 @@ def plan(server: RunningServer, *texts: str) -> None:
 
 
 def prompts_of(server: RunningServer) -> list[str]:
-    """What the model was asked since the plan was made, which must have been carried out."""
+    """The prompts since the plan was made. Fails if a script of the plan was not used."""
     assert isinstance(server.llm, TurnsLLM)
     assert not server.llm.turns
     return server.llm.prompts

@@ -15,7 +15,7 @@ from tests.coroutines import run
 
 
 class ScriptedAnswer(threading.Event):
-    """Comes when it has been waited for a number of times; `waits` says how long each engine's answer takes."""
+    """An answer that arrives after a number of polls; `waits` gives the number for each engine's answers."""
 
     def __init__(self, waits: list[int]) -> None:
         super().__init__()

@@ -17,7 +17,7 @@ URLS = (COMPLETIONS, "/v1/chat/completions", "/v1/responses", "/v1/embeddings")
 
 
 class Clock:
-    """Seconds of Unix time that only pass when told to."""
+    """Unix time in seconds that the test advances."""
 
     def __init__(self) -> None:
         self.now = 1_000_000.0
@@ -88,11 +88,11 @@ class Jobs:
         return self.ledger.create(file.id, endpoint, "24h", seconds, **options)
 
     def worker(self, answerer: Any, max_in_work: int = 4, observe: Callable[[Batch], None] = lambda _: None) -> Worker:
-        """Somebody to do them."""
+        """A worker for these jobs."""
         return Worker(self.ledger, self.files, answerer, max_in_work, URLS, observe, self.clock)
 
     def finish(self, answerer: Any, **options: Any) -> None:
-        """Do them all."""
+        """Run all jobs."""
 
         async def work() -> None:
             worker = self.worker(answerer, **options)

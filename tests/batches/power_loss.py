@@ -1,9 +1,9 @@
-"""What a disk may hold after a loss of power: everything that was synced, and any part of what was not.
+"""Possible disk contents after a power loss: everything that was synced, and any part of the rest.
 
 `recorded_writes.c` records what a process does to the files of a folder; `Disk` replays it up to any moment. A file's
 content survives as it was at its last sync; each write since then may have reached the disk as a whole, in part (of
-sectors), or not at all. Names survive as they were when their folder was last synced; of what was done to names since
-then, any beginning may have.
+sectors), or not at all. Names survive as of the last sync of their folder; a prefix of the later renames, creations and
+removals may survive, too.
 """
 
 import random
@@ -33,8 +33,8 @@ def recorder(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Operation:
-    """Something that a process did. `what`: c(reate), w(rite), t(runcate), s(ync), u(nlink), r(ename), d (make a
-    folder), m(ark)."""
+    """An operation of a process. `what`: c(reate), w(rite), t(runcate), s(ync), u(nlink), r(ename), d (make a folder),
+    m(ark)."""
 
     what: str
     path: str
@@ -57,7 +57,7 @@ def read_log(log: Path) -> list[Operation]:
 
 @dataclass(eq=False)
 class Content:
-    """The content of a file, or that it is a folder."""
+    """The content of a file, or the mark of a folder."""
 
     is_folder: bool = False
     synced: bytearray = field(default_factory=bytearray)
@@ -92,7 +92,7 @@ def change(content: bytearray, offset: int, data: bytes | None) -> None:
 
 
 class Disk:
-    """A folder as a process sees it, and what is safe of it."""
+    """A folder as a process sees it, and its durable part."""
 
     def __init__(self, root: Path) -> None:
         self._root = str(root)
@@ -126,7 +126,7 @@ class Disk:
         self._since[str(Path(path).parent)].append((path, content))
 
     def write_after_loss(self, rng: random.Random, to: Path) -> None:
-        """Make a folder with what a loss of power at this moment may have left."""
+        """Write a possible state of the folder after a power loss at this moment."""
         names = dict(self._synced)
         for since in self._since.values():
             for name, content in since[: rng.randint(0, len(since))]:

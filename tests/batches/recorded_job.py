@@ -1,4 +1,4 @@
-"""The process whose writes are recorded: it does a job in a folder, and marks what it believes to be durable."""
+"""The process whose writes are recorded: it runs a job in a folder, and marks the results that it considers durable."""
 
 import os
 import sys

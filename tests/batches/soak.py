@@ -1,5 +1,5 @@
-"""A long test of jobs that are killed: `inflight batch` is ended by SIGKILL at random moments, and started again until
-it is done. No result may be lost, be there twice, or differ from those of a run that nobody killed.
+"""A soak test that kills jobs: `inflight batch` gets SIGKILL at random moments, and restarts until it is done. No
+result may be lost, duplicated, or different from an uninterrupted run.
 
     python -m tests.batches.soak --kills 200 --lines 2000 --seed 1
 """
@@ -42,7 +42,7 @@ def command(requests: Path, output: Path) -> list[str]:
 
 
 def run_killed(arguments: list[str], output: Path, rng: random.Random, num_kills: int) -> int:
-    """Run a command to its end, killing it before at random moments, at most so often; return how often."""
+    """Run a command to its end, and kill it at random moments before, up to a maximum. Returns the number of kills."""
     folder = output.with_name(output.name + ".job")
     for number in range(num_kills):
         if output.exists() and not folder.exists():  # it was killed when all was done
@@ -62,7 +62,7 @@ def run_killed(arguments: list[str], output: Path, rng: random.Random, num_kills
 
 
 def results(output: Path) -> tuple[list[Any], list[Any]]:
-    """The results and the errors of a job, without what differs from run to run."""
+    """The results and errors of a job, without fields that differ between runs."""
     both = []
     for path in (output, output.with_suffix(".errors.jsonl")):
         lines = [json.loads(line) for line in path.read_text().splitlines()]

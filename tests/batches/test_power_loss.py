@@ -1,4 +1,4 @@
-"""After a loss of power at any moment, a job goes on: what was counted is there, and nothing is lost or there twice."""
+"""A job continues after a power loss at any moment: counted results are present, and none is lost or duplicated."""
 
 import os
 import random
@@ -44,7 +44,7 @@ def test_a_job_survives_the_loss_of_power_at_any_moment(tmp_path: Path) -> None:
 
 
 def check(left: Path, marks: list[str]) -> int:
-    """Go on with what was left, and finish it; return how many results had been counted."""
+    """Resume the job and finish it. Returns the number of results that were counted before."""
     jobs = Jobs(left)
     batches = jobs.ledger.all()
     assert len(batches) <= 1

@@ -1,4 +1,4 @@
-"""Jobs are done whatever happens to requests, to the engine, to the disk and to the process."""
+"""Jobs finish despite failures of requests, the engine, the disk and the process."""
 
 import asyncio
 import gc
@@ -66,7 +66,7 @@ def test_a_request_that_kills_the_engine_twice_is_an_error_and_the_others_are_no
     alive, together = asyncio.Event(), list[str]()
 
     async def die_with_others(prompt: str) -> Any:
-        """Until the engine dies, all are in work; then all of them have died with it."""
+        """All requests run until the engine dies, and all fail with it."""
         if prompt == "deadly":
             alive.set()
             return error("engine_dead")
@@ -94,7 +94,7 @@ class GivenUp(Echo):
             raise EngineGivenUpError("it has died too often")
 
 
-def test_an_engine_that_is_given_up_blames_nobody(jobs: Jobs) -> None:
+def test_an_engine_that_is_given_up_fails_no_request(jobs: Jobs) -> None:
     batch = jobs.create(requests("abcde"))
     with pytest.raises(EngineGivenUpError):
         jobs.finish(GivenUp(lambda _: error("engine_dead")), max_in_work=2)
@@ -129,7 +129,7 @@ def test_a_cancelled_job_keeps_what_is_answered(jobs: Jobs) -> None:
     assert jobs.errors(batch) == [(str(number), "batch_cancelled") for number in (6, 7, 8)]
 
 
-def test_a_job_that_nobody_has_begun_can_be_cancelled(jobs: Jobs) -> None:
+def test_a_job_that_has_not_begun_can_be_cancelled(jobs: Jobs) -> None:
     batch = jobs.create(requests("abc"))
     asyncio.run(jobs.worker(Echo()).cancel(batch.id))
     jobs.finish(asker := Echo())

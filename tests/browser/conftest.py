@@ -11,7 +11,7 @@ from tests.server.serving import RunningServer
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed: make test-browser")
 
-QUIET = [  # a browser that asks nobody but the server
+QUIET = [  # the browser connects only to the server
     "--disable-background-networking",
     "--disable-component-update",
     "--disable-dev-shm-usage",

@@ -24,7 +24,7 @@ HOSTILE = (
 
 @contextmanager
 def requests(server: RunningServer, number: int, **body: Any) -> Iterator[None]:
-    """So many requests run until the block ends."""
+    """Runs this number of requests until the block ends."""
     asked = {"prompt": [5, 6, 7] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True} | body
     is_over = threading.Event()
 

@@ -136,7 +136,7 @@ def test_a_killed_job_goes_on_with_the_same_requests_and_options(refused: Comman
     assert interrupted.stderr.read(1)  # the bar: it is at work
     interrupted.send_signal(signal.SIGINT)
     said = interrupted.communicate(timeout=100)[1]
-    assert "inflight: the same command goes on where this one was\n" in said
+    assert "inflight: run the same command again to resume\n" in said
     assert said.endswith("inflight: interrupted\n")
     assert interrupted.returncode == 130
     other = refused("batch", requests, "-o", output, "--kv-cache-dtype", "int8")

@@ -13,7 +13,7 @@ from aiohttp import web
 
 from tests.command import Command, Done
 from tests.loadtest.fake_server import Exchange, FakeServer, refuse
-from tests.ports import port_of_nobody
+from tests.ports import unused_port
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 
@@ -164,7 +164,7 @@ def test_a_bad_argument_is_reported_in_one_sentence(
 
 
 def test_a_missing_server_is_reported(command: Command) -> None:
-    with port_of_nobody() as port:
+    with unused_port() as port:
         done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}")
     assert (done.returncode, done.stdout) == (1, "")
     assert f"http://127.0.0.1:{port}: cannot connect" in done.stderr
@@ -184,6 +184,6 @@ def test_how_long_requests_arrive_is_said_if_that_is_known(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("trace.jsonl").write_text("".join(f'{{"timestamp": {time}, "prompt": "p"}}\n' for time in (100, 30, 60)))
-    with port_of_nobody() as port:
+    with unused_port() as port:
         done = command("bench", "serve", "--base-url", f"http://127.0.0.1:{port}", *options)
     assert done.stderr.startswith(f"{said}Error: ")

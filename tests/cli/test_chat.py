@@ -20,7 +20,7 @@ from inflight.demo_model import DEMO_MODEL
 from tests.command import Command, Done
 from tests.interrupts import heed_interrupts
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse
-from tests.ports import port_of_nobody
+from tests.ports import unused_port
 
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "COLUMNS": "120"}
 COMMAND = [sys.executable, "-m", "inflight", "chat"]
@@ -140,7 +140,7 @@ def test_engine_options_are_refused_with_a_server(chat: Chat, server: FakeServer
 
 
 def test_a_missing_server_is_reported(chat: Chat) -> None:
-    with port_of_nobody() as port:
+    with unused_port() as port:
         done = chat("--url", f"http://127.0.0.1:{port}", lines=["a"])
     assert (done.returncode, done.stdout) == (1, "")
     assert f"http://127.0.0.1:{port}: cannot connect" in done.stderr
@@ -345,7 +345,7 @@ def test_a_server_that_refuses_a_system_prompt_can_go_on_without(chat: Chat, ser
     terminal = Terminal("--url", server.url, "--system", "Be kind.")
     terminal.until("> ")
     terminal.type("hello\n")
-    terminal.until("/system without a text goes on without one")
+    terminal.until("/system without a text removes it")
     terminal.until("no system role")
     terminal.until("> ")
     terminal.type("/system\n")

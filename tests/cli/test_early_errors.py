@@ -1,4 +1,4 @@
-"""What cannot come to a good end is said before the work: missing libraries, wrong options."""
+"""Missing libraries and wrong options are reported before the work starts."""
 
 import subprocess
 import sys

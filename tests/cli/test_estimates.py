@@ -1,4 +1,4 @@
-"""What takes more than ten seconds says so before it starts."""
+"""Commands that take more than ten seconds print an estimate first."""
 
 import re
 from importlib import import_module
@@ -36,7 +36,7 @@ def test_only_what_is_long_is_said(seconds: float, said: str, capsys: pytest.Cap
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """A clock for the lessons and for the profile, which stands still until somebody moves it."""
+    """A clock for the lessons and the profile, which the test advances."""
     clock = SimpleNamespace(now=0.0)
     clock.perf_counter = lambda: clock.now
     for module in (methods, decode_profile):

@@ -1,4 +1,4 @@
-"""How `inflight serve` is told of several models."""
+"""`inflight serve` with several models: options and configuration files."""
 
 import sys
 from pathlib import Path

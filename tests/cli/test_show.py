@@ -94,7 +94,7 @@ def test_a_picture_of_two_steps(command: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.thorough
-def test_a_run_in_which_nobody_joins_shows_a_step_that_mixes_kinds_or_else_its_last(command: Command) -> None:
+def test_a_run_without_a_joining_request_shows_a_mixed_step_or_else_its_last(command: Command) -> None:
     chunks = command("show", *PROMPTS, "--max-num-seqs", 3, "--max-num-batched-tokens", 12)
     assert drawn_steps(chunks.stdout) == [1]
     assert drawn_steps(command("show", "Once", "--max-tokens", 3).stdout) == [2]

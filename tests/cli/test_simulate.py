@@ -64,13 +64,13 @@ def test_draft_tokens_are_right_as_often_as_is_said_and_only_if_anything_specula
     assert without["num_draft_tokens"] == 0
     assert speculated["num_steps"] < without["num_steps"] / 2
     assert speculated["num_draft_tokens"] > speculated["num_accepted_tokens"] > 400
-    assert "right (" in simulate(*asked, "--acceptance", 0.8).stdout
+    assert "accepted (" in simulate(*asked, "--acceptance", 0.8).stdout
     again = ("--trace", tmp_path / "run", *cheap_rows[:2])
     assert report(*again)["num_accepted_tokens"] > 400
     for off in (("--acceptance", 0), ("--speculation", "off")):
         assert report(*again, *off)["num_steps"] == without["num_steps"]
     assert "drafts nothing" in simulate(*again, "--speculation", "off", "--acceptance", 0.5).stderr
-    assert "nothing is loaded here" in simulate(*again, "--draft-model", "x").stderr
+    assert "no draft model is loaded here" in simulate(*again, "--draft-model", "x").stderr
 
 
 def test_synthetic_requests_use_the_costs_of_a_recorded_machine(recording: Path, tmp_path: Path) -> None:

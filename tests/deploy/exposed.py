@@ -1,4 +1,4 @@
-"""`/metrics` of a server to which everything has happened once."""
+"""`/metrics` of a server on which every event happened once."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -44,7 +44,7 @@ class Exposed:
                 self.series[name] = Series(family.type in ("counter", "histogram"), labels)
 
     def labels_of(self, expression: str) -> frozenset[str]:
-        """The labels that series of the expression have. Fails if it selects nothing, or what does not fit together."""
+        """The labels of the expression's series. Fails if it selects nothing, or series that do not match."""
         return self._labels(promql.parse(expression)) or frozenset()
 
     def _labels(self, node: promql.Expr, is_rated: bool = False) -> frozenset[str] | None:

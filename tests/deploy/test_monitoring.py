@@ -1,4 +1,4 @@
-"""The board, the alerts and the documents ask for what `/metrics` really has."""
+"""The dashboard, the alerts and the documents use only metrics that `/metrics` exposes."""
 
 import json
 import re

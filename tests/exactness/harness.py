@@ -70,7 +70,7 @@ def make_reference(name: str, model: PreTrainedModel, prompt: list[int], tokens:
 
 
 def is_clear(reference: Reference) -> bool:
-    """Whether its best tokens lead the second best by so much that all CPUs agree on them."""
+    """Whether the best token of each row leads the second best by enough that all CPUs agree."""
     spread = reference.logits.max() - reference.logits.min()
     best = reference.logits.topk(2, dim=-1).values
     return bool((best[:, 0] - best[:, 1]).min() > MIN_GAP * spread)
@@ -184,7 +184,7 @@ def run_teacher_forced(
 
 
 def know_the_lessons(engine: Engine, lessons: Sequence[Reference]) -> None:
-    """Let the engine draft what the lessons say, and be wrong as often as not."""
+    """Let the engine draft the lessons' tokens; half of the drafts are wrong."""
     make_it_ask(engine, Oracle([[*each.prompt, *each.tokens] for each in lessons], zoo.VOCAB_SIZE, 0.7))
 
 

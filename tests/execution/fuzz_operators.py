@@ -1,4 +1,4 @@
-"""Calls our operators with arguments that do not fit: they may refuse, and may not touch memory that is not theirs.
+"""Calls our operators with invalid arguments. They may raise errors, and must not access memory outside their tensors.
 
     python -m tests.execution.fuzz_operators --seed 1 --calls 20_000 --sanitize
 
@@ -40,7 +40,7 @@ def _norm_of_rows(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: 
 
 
 class Fuzzer:
-    """Makes calls that are right, changes some of their arguments, and makes them."""
+    """Generates valid calls, changes some of their arguments, and makes them."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -61,7 +61,7 @@ class Fuzzer:
         ]
 
     def run(self, num_calls: int) -> None:
-        """Make so many calls of each operator, on torch's threads and on ours in turn."""
+        """Make this number of calls of each operator, alternating between torch's threads and ours."""
         for number in range(num_calls):
             torch.ops.inflight.use_own_threads(number % 2 * torch.get_num_threads())
             for operator in self.operators:
@@ -232,7 +232,7 @@ class Fuzzer:
     # ------------------------------------------------------------------------------------- changes
 
     def _exchange(self) -> None:
-        """Of a single rank; where there are to be others, one has ended, so nobody waits for them."""
+        """A single rank. A call with several ranks fails without waiting, because one of them counts as ended."""
         file = os.memfd_create("fuzzed")
         sizes = [self._changed(each) if self.random.random() < 0.1 else each for each in (0, 1, 4096)]
         try:

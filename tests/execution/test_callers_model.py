@@ -123,7 +123,7 @@ def test_a_forward_that_hides_its_cache_gives_no_wrong_token(
 
 
 def test_a_decorated_forward_runs_the_copy() -> None:
-    """What the engine does to its copy of the model, it does to what runs."""
+    """The engine changes the copy of the model that runs."""
     model = decorated(zoo.build("llama").config)
     own = load_model(model, EngineConfig())
     with torch.no_grad():

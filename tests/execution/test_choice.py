@@ -305,7 +305,7 @@ def test_where_generate_is_the_same_nothing_is_said(name: str) -> None:
 
 
 def test_longrope_outside_phi3_is_said_to_be_the_forward_pass() -> None:
-    """`generate` keeps what it has computed with the short frequencies; the engine computes it anew."""
+    """`generate` keeps keys computed with the short frequencies; the engine recomputes them."""
     rope = zoo.build("phi3_longrope").config.rope_parameters
     model = tiny_model("llama", rope_parameters=rope)
     llm = LLM(model, **others.options())

@@ -40,7 +40,7 @@ def run(
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gemma3", "gpt_oss", "deepseek_v3"])
 @pytest.mark.thorough("llama", "gemma2")
-def test_a_witnessed_engine_gives_the_same_tokens_and_agrees_with_the_definition(name: str) -> None:
+def test_a_compared_engine_gives_the_same_tokens_and_agrees_with_the_definition(name: str) -> None:
     model = zoo.build(name)
     engine = Engine(model, EngineConfig(max_num_batched_tokens=16, max_num_seqs=3))
     comparison = engine.runner.compare_attention()

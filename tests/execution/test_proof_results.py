@@ -145,7 +145,7 @@ def test_an_executor_has_another_way_if_the_model_fails_with_the_first(
     assert "not rows with prompts in pieces, padded: not padded" in found.report.notes
 
 
-def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
+def test_no_proof_result_is_stored_if_the_weights_cannot_be_prepacked(
     all_are_large: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def spoil(model: PreTrainedModel, *args: Any, **options: Any) -> None:
@@ -161,7 +161,7 @@ def test_no_verdict_is_stored_if_the_weights_cannot_be_prepacked(
 
 
 @pytest.mark.parametrize("option", [{"quantization": "int8"}, {"kv_cache_dtype": "int8"}])
-def test_a_verdict_without_int8_does_not_apply_to_int8(
+def test_a_proof_result_without_int8_does_not_apply_to_int8(
     option: dict[str, str], all_are_large: None, tmp_path: Path
 ) -> None:
     proof_results, model = ResultCache(tmp_path, ProofResult), others.build("bloom").to(torch.bfloat16)
@@ -185,7 +185,7 @@ def test_weights_are_checked_at_every_load(all_are_large: None, tmp_path: Path) 
     assert remembered.exists(), "it is not the class's fault"
 
 
-def test_the_key_of_a_verdict_changes_only_with_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_key_of_a_proof_changes_only_with_its_inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = zoo.build("llama")
 
     def key(model: PreTrainedModel = model, **options: Any) -> str | None:
@@ -263,7 +263,7 @@ def test_an_unwritable_folder_counts_as_empty(tmp_path: Path) -> None:
         proof_results.forget("key")
 
 
-def test_a_verdict_survives_a_round_trip(tmp_path: Path) -> None:
+def test_a_proof_result_survives_a_round_trip(tmp_path: Path) -> None:
     said = ProofResult(RunMode("rows", in_one_piece=True), {"packed": 'it has "quotes"\n'}, True, "no")
     ResultCache(tmp_path, ProofResult).keep("key", said)
     assert ResultCache(tmp_path, ProofResult).find("key") == said

@@ -75,7 +75,7 @@ def test_a_full_index_leaves_weights_where_they_are(file: int, monkeypatch: pyte
 
 
 def test_a_process_that_dies_while_it_writes_leaves_the_others_all_that_is_whole(file: int) -> None:
-    """It is killed with the lock in its hands, after it has written half a piece."""
+    """The process is killed while it holds the lock, in the middle of writing a piece."""
     script = (
         "import os, signal, sys, torch\n"
         "from inflight.execution import shared_memory\n"

@@ -1,4 +1,4 @@
-"""What this CPU can do, for tests of what not all can."""
+"""Features of this CPU, for tests that need them."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Changes GGUF files at random: a reader may refuse them, with a `ModelError`, and nothing else may happen.
+"""Changes GGUF files at random. The reader may refuse them only with a `ModelError`.
 
 python -m tests.gguf.mutations --number 100_000
 """
@@ -18,7 +18,7 @@ NUMBERS = (0, 1, 2, 4, 8, 9, 10, 13, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2*
 
 
 def check_mutations(whole: bytes, folder: Path, rng: random.Random, number: int) -> int:
-    """Read so many changed files; returns how many were refused."""
+    """Read this number of changed files. Returns the number of refusals."""
     path, refused = folder / "mutated.gguf", 0
     end_of_header = GgufHeader.read(_written(path, whole)).tensors
     length = min(each.start for each in end_of_header.values())
@@ -41,7 +41,7 @@ def _written(path: Path, content: bytes) -> Path:
 
 
 def _mutated(whole: bytes, length: int, rng: random.Random) -> bytes:
-    """Some bytes of the first `length` changed, taken out, doubled or cut off."""
+    """Changes, removes, duplicates or truncates some of the first `length` bytes."""
     content = bytearray(whole)
     for _ in range(rng.choice((1, 1, 1, 2, 5))):
         if not content:

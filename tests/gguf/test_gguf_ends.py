@@ -1,4 +1,4 @@
-"""Every token that ends a turn ends a sequence, whatever names it; an id that names no token is no error by itself."""
+"""Every end-of-turn token ends a sequence, wherever it is declared. An id without a token is not an error by itself."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A header that says something impossible is refused in one sentence; nothing outside the file is ever read."""
+"""An invalid header is refused in one sentence, and nothing outside the file is read."""
 
 import itertools
 import json

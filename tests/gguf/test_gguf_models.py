@@ -1,4 +1,4 @@
-"""A GGUF file runs as `transformers` runs it when it has dequantised it, and its weights stay as they are."""
+"""A GGUF file gives the output of the dequantised model in `transformers`, and its weights stay quantised."""
 
 import copy
 import json

@@ -1,6 +1,6 @@
 """The exactness suite's architectures on a device: two stages of `python -m tools.gpu_trial`.
 
-Each case prints a line of JSON: its name, whether it went well, a figure, and the traceback of a failure.
+Each case prints a line of JSON: its name, whether it passed, a figure, and the traceback of a failure.
 """
 
 import argparse
@@ -67,7 +67,7 @@ def exactness(name: str, dtype: str, device: str, configuration: str, number: in
 
 
 def invariance(name: str, dtype: str, device: str, number: int) -> str:
-    """A model that says so gives a request the same bits alone and in company."""
+    """A batch-invariant model gives a request the same bits alone and in a batch."""
     model, requests = subject(name, dtype, device), REQUESTS[:number]
     alone, engine = run_lessons(model, requests, num_blocks=500, max_num_seqs=1, enable_prefix_caching=False)
     together, _ = run_lessons(model, requests, num_blocks=500, max_num_seqs=16, max_num_batched_tokens=100)

@@ -258,7 +258,7 @@ def keeps_a_state(ids: Tensor, positions: Tensor, rows: Tensor) -> Tensor:
         (chooses_rows_by_value, "depends on the values of tensors"),
         (counts_in_numpy, "depends on the length without torch's operators"),
         (draws, "depends on the values of tensors"),
-        (keeps_a_state, "writes into what it keeps (aten::add_.Tensor)"),
+        (keeps_a_state, "mutates its state (aten::add_.Tensor)"),
     ],
 )
 def test_what_is_not_the_same_every_time_is_not_traced(forward: Forward, reason: str) -> None:
@@ -314,7 +314,7 @@ def test_a_run_gives_nothing_before_its_end() -> None:
 
 @torch.inference_mode()
 def test_runs_do_not_write_into_what_others_still_need() -> None:
-    """Memory serves again: not that of logits, and not that of a run which has not ended."""
+    """Memory is reused, except that of logits and of unfinished runs."""
     forward = heads(torch.float32)
     compiled = CompiledGraph(encode(trace(forward)))
     steps = [step_of(num_tokens, num_rows) for num_tokens, num_rows in ((33, 33), (7, 3), (33, 2), (7, 7))]
@@ -332,7 +332,7 @@ def test_runs_do_not_write_into_what_others_still_need() -> None:
 
 
 def test_a_program_refuses_a_dtype_that_there_is_not() -> None:
-    """Torch's own operators do not ask, and run wild."""
+    """Torch's own operators do not check this."""
 
     def forward(input_ids: Tensor, positions: Tensor, logit_rows: Tensor) -> Tensor:
         return TABLE[input_ids].to(torch.float64)[logit_rows]

@@ -58,7 +58,7 @@ def test_no_request_runs_before_it_has_arrived(rung: str) -> None:
     assert run.token_ids == expected
     began = {lane.request: number for number, step in reversed([*enumerate(run.steps)]) for lane in step.values()}
     assert all(began[number] >= arrival for number, arrival in enumerate(arrivals))
-    assert began[4] == 60, "nobody else was there"
+    assert began[4] == 60, "it ran alone"
     assert not run.steps[59]
 
 

@@ -11,7 +11,7 @@ from aiohttp import web
 from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.runner import LoadRequest, RequestRecord, Tally, allow_connections, run_load
 from tests.loadtest.fake_server import Exchange, FakeServer, chat_chunk, refuse, text_chunk, usage_chunk
-from tests.ports import port_of_nobody
+from tests.ports import unused_port
 
 PATH = "/v1/completions"
 
@@ -263,7 +263,7 @@ async def nothing(exchange: Exchange) -> None:
         (plain_text_error, "HTTP 500: Internal Server Error"),
         (fastapi_error, "HTTP 422: no such field"),
         (ends_early, "the answer ended unfinished (text/event-stream)"),
-        (breaks_off, "the connection broke off in the middle of the answer"),
+        (breaks_off, "the connection broke during the answer"),
         (breaks_off_at_once, "the server closed the connection without an answer"),
         (error_event, "error in the stream: the engine died"),
         (error_event_as_text, "error in the stream: out of memory"),
@@ -319,7 +319,7 @@ def test_a_missing_server_is_a_reason_for_failure() -> None:
         assert record.failure is not None
         assert record.failure.startswith("cannot connect: ")
 
-    with port_of_nobody() as port:
+    with unused_port() as port:
         run(check())
 
 

@@ -75,7 +75,7 @@ def test_a_recording_that_cannot_be_written_ends_with_a_line(
         rotating.observe(record)
     rotating.close()
     (line,) = (record.message for record in caplog.records)
-    assert line.startswith("steps are not recorded any more: the recording '")
+    assert line.startswith("recording of steps has stopped: the recording '")
 
 
 @pytest.mark.parametrize("in_process", [True, False])

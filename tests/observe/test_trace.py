@@ -205,7 +205,7 @@ def test_slots_that_never_ran_have_no_lane(tmp_path: Path) -> None:
     lanes, _, queue = trace_figure(few).axes
     assert lanes.get_ylim() == (1.5, -0.5)
     assert lanes.get_title(loc="left") == "2 of 64 slots were ever in use"
-    assert queue.get_ylim()[1] >= 1, "nobody waits, and the axis counts sequences"
+    assert queue.get_ylim()[1] >= 1, "nothing waits, and the axis counts sequences"
     assert all(float(tick).is_integer() for tick in queue.get_yticks())
     write_page(few, tmp_path / "page.html", "few")
     assert "2 of 64 slots were ever in use" in (tmp_path / "page.html").read_text(encoding="utf-8")

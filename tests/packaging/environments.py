@@ -1,9 +1,7 @@
-"""The package, built, and fresh environments to install it into, which see nothing but what it declares.
-
-`declared` takes the dependencies from the environment that runs the tests, in a second and without a network: a package
-is there only if the wheel asks for it, itself or by way of what it asks for. `registry` is what a user gets: uv finds
-everything anew in package indexes, with pip's settings (`make package-test`). `oldest` is what the package says to be
-enough: the lowest version of each requirement.
+"""The built package, and fresh environments with its declared dependencies only. `declared` links the dependencies from
+the environment that runs the tests, in a second and without a network: a package is visible only if the wheel requires
+it, directly or indirectly. `registry` is a user's installation: uv resolves everything from package indexes, with pip's
+settings (`make package-test`). `oldest` installs the lowest declared version of each requirement.
 """
 
 import os

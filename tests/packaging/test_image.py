@@ -1,4 +1,4 @@
-"""The Dockerfile is well made, fits the tree, and, where Docker runs, becomes an image that serves."""
+"""The Dockerfile is valid, matches the tree, and, where Docker runs, builds an image that serves."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The wheel and the sdist have all that a user needs, and run in an environment that has nothing else."""
+"""The wheel and the sdist are complete, and run in an environment with nothing else."""
 
 import os
 import re

@@ -1,4 +1,4 @@
-"""Texts in one row get what plain `transformers` gives each of them alone, and the same bits in any company."""
+"""Texts in one packed row get the output of plain `transformers` for each alone, with the same bits in any batch."""
 
 from collections.abc import Callable
 from unittest import mock

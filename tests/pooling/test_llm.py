@@ -143,7 +143,7 @@ def test_dense_layers_and_prompts_that_are_not_pooled(tmp_path: Path) -> None:
 
 
 def test_a_causal_checkpoint_embeds_by_its_modules(tmp_path: Path) -> None:
-    """Qwen3-Embedding is published as a language model, whose head nobody needs."""
+    """Qwen3-Embedding is published as a language model, whose head is not needed."""
     model = causal_model("qwen3")
     name = save(model, tmp_path, "qwen3", pooling={"pooling_mode_lasttoken": True, "pooling_mode_mean_tokens": False})
     (text,) = words(30)
@@ -327,14 +327,14 @@ def test_threads_share_a_model(llm: LLM) -> None:
     assert [given[number] for number in range(4)] == [expected[number::4] for number in range(4)]
 
 
-def test_weights_are_loaded_anew(tmp_path: Path) -> None:
+def test_weights_are_reloaded(tmp_path: Path) -> None:
     model = make_model("bert")
     llm = LLM(model)
     (ids,) = draw_ids(12)
     llm.embed(ids)
     with torch.no_grad():
         model.embeddings.word_embeddings.weight.mul_(1.5)
-    with pytest.raises(InvalidRequestError, match="have been changed since it was loaded"):
+    with pytest.raises(InvalidRequestError, match="weights have changed since"):
         llm.embed(ids)
     llm.reload_weights()
     assert_close(llm.embed(ids)[0].embedding, states_of(model, ids).mean(0))

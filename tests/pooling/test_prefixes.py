@@ -1,5 +1,5 @@
-"""What texts begin with is computed once, in their step or in an earlier one, where a token depends on those before it
-alone and only the last one's states are wanted; and the numbers have the same bits."""
+"""With causal attention and last-token pooling, a common prefix is computed once, in the same step or an earlier one,
+and the output has the same bits."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Prefixes go from one folder to another in a file, and are what they were."""
+"""Exported and imported prefixes are unchanged."""
 
 import io
 import random

@@ -1,4 +1,4 @@
-"""A block's file is believed only if it is whole and of what was asked for."""
+"""A block file is loaded only if it is complete and holds the requested block."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""A folder of blocks: names that say nothing, a number of bytes that is kept, several engines."""
+"""A folder of blocks: opaque names, a size limit, several engines."""
 
 import os
 import threading
@@ -50,7 +50,7 @@ def test_block_hashes_are_those_of_a_chain_and_differ_with_every_token() -> None
     assert not set(hashes) & {*changed, *block_hashes(token_ids, 16, Root())}
 
 
-def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+def test_only_its_owner_can_read_it(tmp_path: Path) -> None:
     folder = BlockFolder(tmp_path / "cache", ONE, 1000)
     place = put(folder, ONE).parent
     for path in (tmp_path / "cache", place, place.parent):

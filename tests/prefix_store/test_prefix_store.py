@@ -1,4 +1,4 @@
-"""The store's thread: what is saved comes back, and whatever goes wrong costs nothing but a computation."""
+"""The store's thread: saved blocks are loaded, and any failure costs only a recomputation."""
 
 import errno
 import logging
@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts.block_hash import Root, block_hash
-from inflight.contracts.block_store import BlockContent
+from inflight.contracts.block_store import BlockContent, Loading
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
-from inflight.prefix_store.prefix_store import BlockLoading
 
 NUM_BLOCKS, SIZE = 8, 1000
 LONG = 60.0
@@ -57,7 +56,7 @@ def save(store: PrefixStore, chain: list[BlockContent], is_current: Callable[[],
     store.flush(LONG)
 
 
-def load(store: PrefixStore, chain: list[BlockContent], first: int = 4) -> BlockLoading:
+def load(store: PrefixStore, chain: list[BlockContent], first: int = 4) -> Loading:
     loading = store.load([(content, first + number) for number, content in enumerate(chain)])
     while not loading.is_done:
         store.wait(LONG)
@@ -204,8 +203,8 @@ def test_the_thread_itself_may_be_told_to_end(store: PrefixStore) -> None:
 
 
 def test_the_cache_is_let_go_before_the_end_is_over(tmp_path: Path) -> None:
-    """Whoever waits for the end can rely on it: memory of the cache that is freed later, by a thread that a process no
-    longer waits for, ends that process by a signal."""
+    """`close` waits for the thread. If the thread freed memory of the cache later, while the process exits, it would
+    crash the process."""
     memory = Memory()
     store = PrefixStore(BlockFolder(tmp_path, b"f" * 32, 10**6), memory.rows)
     reference = weakref.ref(memory)

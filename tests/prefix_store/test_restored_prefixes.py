@@ -1,4 +1,4 @@
-"""Prefixes that come from a folder give the bits of those that were computed, and nobody notices anything else."""
+"""Prefixes loaded from a folder give the same bits as computed ones, without other visible effects."""
 
 import asyncio
 import errno

@@ -50,10 +50,10 @@ def check_plan(world: "World", plan: StepPlan) -> None:
             for block in table[span.start // world.pool.block_size :]:
                 if block not in in_flight:
                     assert world.pool.node_of(block) is None, "what can be found is not written to"
-                    assert world.pool.num_holders(block) == 1, "nobody else reads what is written"
+                    assert world.pool.num_holders(block) == 1, "the written block has one holder"
             # One token more than the window shows, for siblings that fork from it.
             num_gone = world.sizes.first_seen(group, max(0, span.start - 1)) // world.pool.block_size
-            assert all(block == NO_BLOCK for block in table[:num_gone]), "what nobody sees is let go"
+            assert all(block == NO_BLOCK for block in table[:num_gone]), "blocks outside the window are released"
             world.reached["blocks let go"] += num_gone
     assert sum(each.length for each in scored(world, plan)) <= world.sizes.max_scored
     assert all(world.pool.num_holders(destination) for _, destination in plan.copies), "a copy is for somebody"

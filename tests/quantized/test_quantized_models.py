@@ -1,5 +1,5 @@
-"""A quantised checkpoint runs as `transformers` runs the model of the values that it stands for, and its weights stay
-as they are."""
+"""A quantised checkpoint gives the output of the dequantised model in `transformers`, and its weights stay
+quantised."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What several ranks generate together is what the plain model generates, and the same bits in any company."""
+"""Several ranks generate the plain model's output, with the same bits in any batch."""
 
 import pytest
 

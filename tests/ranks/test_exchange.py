@@ -73,7 +73,7 @@ def test_no_place_is_written_before_all_have_read_it(ranks: list[Rank]) -> None:
     assert all(torch.equal(got, expected) for got in on_all(ranks, meet_often))
 
 
-def test_whoever_waits_hears_that_a_step_is_given_up(ranks: list[Rank]) -> None:
+def test_waiting_ranks_learn_that_a_step_is_given_up(ranks: list[Rank]) -> None:
     def work(rank: Rank) -> torch.Tensor:
         rank.begin(1)
         if rank.number == 0:
@@ -89,7 +89,7 @@ def test_whoever_waits_hears_that_a_step_is_given_up(ranks: list[Rank]) -> None:
     assert not any(rank.is_given_up for rank in ranks)
 
 
-def test_whoever_waits_hears_that_a_rank_has_ended(ranks: list[Rank]) -> None:
+def test_waiting_ranks_learn_that_a_rank_has_ended(ranks: list[Rank]) -> None:
     def wait() -> None:
         with pytest.raises(RuntimeError, match="a rank has ended"):
             ranks[1].sum(torch.ones(2, 2))

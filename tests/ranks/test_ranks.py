@@ -1,4 +1,4 @@
-"""Ranks as processes: what they refuse, and what comes of steps and ranks that end before they should."""
+"""Ranks as processes: refusals, and failures of steps and ranks."""
 
 import asyncio
 import os
@@ -79,7 +79,7 @@ def test_a_step_that_rank_0_gives_up_leaves_the_ranks_fit(llama: str, error: typ
     assert greedy(engine) == plain()
 
 
-@pytest.mark.usefixtures("started_anew")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.thorough
 def test_a_step_fails_for_good_when_a_rank_is_gone(llama: str) -> None:
     before = children(os.getpid())
@@ -109,7 +109,7 @@ def engine_pid(llm: AsyncLLM) -> int:
     return connection.pid
 
 
-@pytest.mark.usefixtures("started_anew")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.thorough
 def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> None:
     async def work() -> None:
@@ -124,7 +124,7 @@ def test_a_killed_rank_ends_its_engine_and_another_one_starts(llama: str) -> Non
     run(work())
 
 
-@pytest.mark.usefixtures("started_anew")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.thorough
 def test_a_rank_that_is_killed_while_nothing_runs_costs_no_request(llama: str) -> None:
     async def work() -> None:
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_while_nothing_runs_costs_no_request(llama: str) -
     run(work())
 
 
-@pytest.mark.usefixtures("started_anew")
+@pytest.mark.usefixtures("fresh_processes")
 @pytest.mark.thorough
 def test_ranks_end_with_the_first_however_it_ends(llama: str) -> None:
     async def work() -> None:

@@ -1,4 +1,4 @@
-"""What comes of requests whose engine loses a rank."""
+"""Requests whose engine loses a rank."""
 
 import asyncio
 from collections.abc import Callable, Sequence

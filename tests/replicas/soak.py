@@ -1,4 +1,4 @@
-"""Mixed traffic on two replicas that are killed at random and loaded anew now and then.
+"""Mixed traffic on two replicas that are killed at random and reloaded now and then.
 
 python -m tests.replicas.soak --minutes 60 --seed 1
 
@@ -42,14 +42,14 @@ NUM_ADAPTERS, BYTES_OF_ADAPTERS = 7, 1_000_000
 PASSING = "passing"
 """The adapter that comes and goes."""
 LONGEST_REQUEST = 300.0
-"""Seconds. Whoever waits longer hangs."""
+"""Seconds. A longer wait counts as a hang."""
 WORDS = ["a", "the", "fox", "owl", "tree", "river", "was", "and", "in", "little", "kind", "old", "went", "saw", "home"]
 SCHEMA = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12}, "age": {"type": "integer"}}}
 
 
 @dataclass
 class Tally:
-    """What became of all requests.
+    """The outcomes of all requests.
 
     Attributes:
         to_check: prompts with their parameters, the folders of their adapters, and the tokens that they got.
@@ -201,7 +201,7 @@ class Soak:
 
 
 def num_wrong(tally: Tally, folders: list[str]) -> int:
-    """How many of the outputs to check a lone engine computes otherwise."""
+    """The number of checked outputs that differ from those of a single engine."""
     adapters = {folder: folder for folder in folders}
     alone = LLM(max_num_seqs=1, enable_prefix_caching=False, speculation="off", adapters=adapters)
     wrong = 0
@@ -220,7 +220,7 @@ def resident_mebibytes() -> int:
 
 
 async def soak(minutes: float, seed: int, folders: list[str]) -> Tally:
-    """Run the traffic and say what came of it."""
+    """Run the traffic, and print the outcome."""
     adapters = {str(number): folder for number, folder in enumerate(folders[:-1])}
     options = {"num_blocks": 400, "max_num_seqs": 16, "adapters": adapters, "adapter_memory": BYTES_OF_ADAPTERS}
     llm = AsyncLLM(replicas=2, restart_delays=(0.0,) * 50, **options)

@@ -1,4 +1,4 @@
-"""Several engines as one, without engines: which start when, which get requests, how they are replaced."""
+"""The client of several engines, without engines: starting, routing, replacing."""
 
 import asyncio
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ class Engines:
         return self.started[number][-1]
 
     async def connected(self, number: int, count: int = 1) -> ScriptedEngine:
-        """The newest engine of a replica, once so many have started."""
+        """The newest engine of a replica, once this number have started."""
         while len(self.started[number]) < count:
             await asyncio.sleep(0.001)
         return self.started[number][-1]

@@ -12,7 +12,7 @@ from inflight.host.machine import Placement, place
 
 
 def two_sockets(folder: Path, cores: int = 4) -> None:
-    """A machine of two NUMA nodes with so many cores each, of two hardware threads, numbered as Linux does."""
+    """A machine of two NUMA nodes with this number of cores each, of two hardware threads, numbered as on Linux."""
     for cpu in range(4 * cores):
         core = cpu % (2 * cores)
         topology = folder / f"sys/devices/system/cpu/cpu{cpu}/topology"

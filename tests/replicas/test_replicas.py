@@ -210,7 +210,7 @@ def test_new_weights_are_loaded_without_refusing_a_request(tmp_path: Path) -> No
     run(check())
 
 
-def test_a_loaded_model_is_loaded_anew_as_it_is_now() -> None:
+def test_a_loaded_model_is_reloaded_as_it_is_now() -> None:
     params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
     model = zoo.draw("llama", zoo.FACTORS["llama"], seed=0)  # its own: all tests share those that are built
 

@@ -78,7 +78,7 @@ def test_a_replica_that_owes_much_gets_nothing_more() -> None:
     assert {clock.send(prompt(number), (0, 1)).replica for number in range(1, 8)} == {1 - busy.replica}
 
 
-def test_nobody_waits_for_the_background_and_that_is_spread_all_the_same() -> None:
+def test_requests_do_not_wait_for_the_background_which_is_spread_too() -> None:
     clock = Clock(num_replicas=2)
 
     def send(number: int, *, in_background: bool) -> RoutedRequest:

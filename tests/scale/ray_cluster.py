@@ -20,10 +20,11 @@ ray = pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 from ray.cluster_utils import Cluster  # noqa: E402
 
 long = pytest.mark.skipif("INFLIGHT_TEST_RAY_LONG" not in os.environ, reason="starts many engines: see `make soak`")
-"""Ray's own deadlines pass where a machine is busy with other tests, and engines are started again and again."""
+"""Ray's default deadlines expire on a machine that is busy with other tests, and it restarts engines again and
+again."""
 
 SECONDS_TO_CHANGE = 120
-"""After so long what should happen has not."""
+"""Seconds after which a wait fails."""
 
 
 @contextmanager
@@ -66,7 +67,7 @@ def kill(pid: int) -> None:
 
 
 def until(is_so: Callable[[], bool]) -> None:
-    """Wait until something has become so, which Ray tells only who asks."""
+    """Poll until a condition holds."""
     deadline = time.monotonic() + SECONDS_TO_CHANGE
     while not is_so():
         assert time.monotonic() < deadline, "it does not happen"

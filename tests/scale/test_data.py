@@ -1,5 +1,5 @@
-"""Batch inference in Ray Data: rows have the answers of a lone engine, and none is lost or there twice, whatever is
-killed meanwhile."""
+"""Batch inference in Ray Data: rows get the output of a single engine, and none is lost or duplicated when processes
+are killed."""
 
 import json
 import signal

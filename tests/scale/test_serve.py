@@ -77,7 +77,7 @@ class Clients:
         await self._client.close()
 
     async def answered(self, number: int) -> None:
-        """Return when so many more requests are answered."""
+        """Return after this number of further answers."""
         target = self.ends["answered"] + number
         await until_soon(lambda: self.ends["answered"] >= target)
 

@@ -137,7 +137,7 @@ def test_routers_see_what_a_prompt_begins_with(body: Any, prompt: str) -> None:
     run(work())
 
 
-def test_an_answer_that_nobody_reads_any_more_is_given_up() -> None:
+def test_an_abandoned_answer_is_aborted() -> None:
     ends: list[str] = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -1,4 +1,4 @@
-"""Requests of the lowest priority run in the background: in steps that no others need, whatever the policy."""
+"""Requests of the lowest priority run in the background: only in steps without other work, under every policy."""
 
 import pytest
 

@@ -235,7 +235,7 @@ def test_prefills_stay_within_their_limit_while_there_are_decodes() -> None:
     scheduler = make_scheduler(max_prefill_tokens_per_step=4)
     submit(scheduler, "a", 10)
     submit(scheduler, "b", 1)
-    assert step(scheduler) == [(0, 0, 10), (1, 0, 1)], "nobody decodes who could be held up"
+    assert step(scheduler) == [(0, 0, 10), (1, 0, 1)], "no decode can be delayed"
     submit(scheduler, "c", 6)
     submit(scheduler, "d", 3)
     assert step(scheduler) == [(0, 10, 11), (1, 1, 2), (2, 0, 4)]

@@ -118,7 +118,7 @@ def test_no_name_or_path_is_the_servers_fault(server: RunningServer, name: str, 
     assert answer.status_code == 400, answer.text
 
 
-def test_nobody_loads_what_the_operator_does_not_allow(folders: dict[str, str]) -> None:
+def test_clients_load_only_adapters_that_the_operator_allows(folders: dict[str, str]) -> None:
     with RunningServer(AsyncLLM(adapters={}, in_process=True), model_name="stories") as server:
         for path in ("load", "unload"):
             body = {"lora_name": "jokes", **({"lora_path": folders["jokes"]} if path == "load" else {})}

@@ -1,4 +1,4 @@
-"""The list of endpoints: what an application answers is in it, and each row decides for all who read it."""
+"""The table of endpoints lists every route, and all its readers follow each row."""
 
 import asyncio
 import json

@@ -1,5 +1,5 @@
-"""A conversation that has begun can go on: what a chat template or a text model cannot take is written otherwise, and
-said to be, while the text of all other turns stays the same."""
+"""Conversations continue: content that a chat template or a text model does not support is rewritten and reported, and
+the text of all other turns stays the same."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,5 @@
-"""Requests of clients as they are: what cannot change an answer is ignored and said to be; the rest is refused."""
+"""Requests as real clients send them: fields that cannot change the answer are ignored and reported; others are
+refused."""
 
 import json
 import logging

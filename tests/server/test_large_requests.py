@@ -1,4 +1,4 @@
-"""A large request holds up no other: what grows with its size has bounds, and runs beside the event loop."""
+"""A large request does not block others: work that grows with its size is bounded, and runs outside the event loop."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""A server whose engine cannot be started any more says so and ends; until then it says what becomes of its engine."""
+"""A server whose engine cannot be restarted reports this and exits; until then it reports the engine's state."""
 
 import logging
 import os

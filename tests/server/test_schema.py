@@ -11,7 +11,7 @@ from schemathesis import GenerationMode
 from tests.server.serving import RunningServer
 
 NUM_EXAMPLES = 5
-"""The number for each endpoint, both of requests that the document allows and of those that it does not."""
+"""The number of requests for each endpoint, once valid and once invalid."""
 
 
 @pytest.mark.parametrize("mode", list(GenerationMode))
@@ -22,7 +22,7 @@ def test_no_input_is_the_servers_fault(server: RunningServer, mode: GenerationMo
 
 
 def ask_anything(url: str, mode: GenerationMode, num_examples: int = NUM_EXAMPLES) -> None:
-    """Send each endpoint of a server so many requests that its document allows, or does not."""
+    """Send each endpoint of a server this number of requests that its document allows, or does not allow."""
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
     num_answers = 0
 

@@ -203,7 +203,7 @@ def test_a_folder_without_a_tokenizer_is_said(
     monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
     monkeypatch.setattr(sys, "argv", ["inflight", "serve", str(tmp_path), "--port", "0"])
     main()
-    assert "has no tokenizer: only token ids are taken and given" in caplog.text
+    assert "has no tokenizer: it takes and returns token ids only" in caplog.text
 
 
 @pytest.mark.thorough
@@ -256,7 +256,7 @@ def test_two_replicas_are_served_as_one_and_reloaded_on_a_signal(tmp_path: Path)
         assert len(texts) == 1
         (model / "model.safetensors").write_bytes(b"cut short")
         process.send_signal(signal.SIGUSR1)
-        wait_for("so what was served stays")
+        wait_for("so the old one stays")
         assert {ask() for _ in range(4)} == texts
         assert client.get("/health").status_code == 200
         process.send_signal(signal.SIGTERM)

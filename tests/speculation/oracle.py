@@ -1,5 +1,4 @@
-"""`Oracle`: a drafter that knows what will come, and is wrong on purpose as often as it is told; and engines that ask
-it."""
+"""`Oracle`: a drafter that knows the output and is wrong at a given rate; and engines that use it."""
 
 import random
 from collections import defaultdict
@@ -64,7 +63,7 @@ class Free(StepTimes):
 
 
 def make_rows_free(engine: Engine) -> None:
-    """From now on the engine computes whatever its own drafters say, however long it takes."""
+    """From now on the engine verifies every draft token of its own drafters, at any cost."""
     speculation = engine._speculation
     assert speculation is not None, engine.model_info.speculation
     speculation.times = Free()
@@ -74,7 +73,7 @@ def make_rows_free(engine: Engine) -> None:
 
 
 def make_it_ask(engine: Engine, drafter: Oracle, max_draft_tokens: int = 16) -> None:
-    """From now on the engine computes whatever this drafter says."""
+    """From now on the engine verifies every draft token of this drafter."""
     speculation = engine._speculation
     assert speculation is not None, engine.model_info.speculation
     speculation.__dict__.update(Speculation(drafter, max_draft_tokens, Free()).__dict__)

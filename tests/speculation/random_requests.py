@@ -1,5 +1,4 @@
-"""Random requests to the embedded model that use everything a request can ask for; and what came of them, bit by
-bit."""
+"""Random requests to the embedded model that use every parameter, and their outputs, bit by bit."""
 
 import json
 import random
@@ -77,7 +76,7 @@ def generate(llm: LLM, prompts: Sequence[str], params: Sequence[SamplingParams])
 
 
 def said(output: RequestOutput) -> object:
-    """Everything that a caller hears of a request but when."""
+    """A request's complete output, without its times."""
     return output.outputs, output.prompt_logprobs, output.error
 
 

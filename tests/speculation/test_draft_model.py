@@ -23,7 +23,7 @@ NUM_REQUESTS = 60
 
 
 def drafted(draft_model: object = DEMO_MODEL, **options: Any) -> LLM:
-    """The embedded model with a draft model, which is asked whatever it costs."""
+    """The embedded model with a draft model that runs at any cost."""
     llm = LLM(draft_model=draft_model, **options)
     make_rows_free(llm.engine)
     return llm

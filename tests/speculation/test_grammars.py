@@ -1,5 +1,5 @@
-"""With draft tokens, a sequence that follows a grammar gets what it gets without, whatever the grammar leaves next:
-added and special tokens, in vocabularies of bytes, of parts of characters and with byte fallback."""
+"""Draft tokens do not change the output under a grammar, whichever tokens it allows next: added and special tokens, in
+vocabularies of bytes, of parts of characters and with byte fallback."""
 
 from functools import cache
 

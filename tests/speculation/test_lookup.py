@@ -1,4 +1,4 @@
-"""What `Lookup` finds, and how much it trusts it."""
+"""The draft tokens that `Lookup` finds, and their estimated acceptance rates."""
 
 import random
 

@@ -26,7 +26,7 @@ def prompts() -> list[dict[str, Any]]:
 
 
 def with_head(folder: Path, **options: Any) -> LLM:
-    """A model whose own head is asked whatever it costs, however often it is wrong."""
+    """A model whose own head drafts at any cost and any acceptance rate."""
     llm = LLM(folder, **{"dtype": "float32", "speculation": "draft", "draft_model": "mtp", **options})
     make_rows_free(llm.engine)
     proposer = llm.engine._speculation._proposer  # type: ignore[union-attr]

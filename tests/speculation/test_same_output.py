@@ -1,5 +1,5 @@
-"""With draft tokens, right and wrong, every request gets what it gets without: the same tokens, text and
-log-probabilities, bit for bit."""
+"""Draft tokens, accepted or rejected, do not change a request's output: the same tokens, text and log-probabilities,
+bit for bit."""
 
 import copy
 from dataclasses import replace

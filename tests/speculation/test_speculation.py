@@ -1,4 +1,4 @@
-"""How many draft tokens are worth their rows."""
+"""The number of draft tokens that pay for their rows."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def test_no_more_than_the_budget_is_drafted() -> None:
 
 
 class Slow(Told):
-    """Takes as long as it is told to draft, on a clock of its own."""
+    """A drafter that takes a given time, on its own clock."""
 
     def __init__(self, seconds: float, *chances: list[float]) -> None:
         super().__init__(*chances)

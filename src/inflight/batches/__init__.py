@@ -1,5 +1,5 @@
-"""Batch jobs: files of requests whose results survive whatever happens to the process.
+"""Batch jobs: files of requests whose results survive any end of the process.
 
-`batch` is what is known of a job, `request_lines` reads its input, `database` keeps it, with `files` beside it and
-`ledger` over it, and `worker` gets it done. How a request is answered is not known here.
+`batch` describes a job, `request_lines` reads its input, `database` stores it, with `files` and `ledger`, and `worker`
+runs it. Answering a request is left to an `Answerer`.
 """

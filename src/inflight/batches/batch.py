@@ -1,10 +1,10 @@
-"""`Batch`: what is known of a batch job, under the names of OpenAI's API. Plain data."""
+"""`Batch`: a batch job, under the names of OpenAI's API. Plain data."""
 
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
 End: TypeAlias = Literal["completed", "expired", "cancelled"]
-"""How a job ends that has begun."""
+"""Final statuses of a job that has begun."""
 
 Status: TypeAlias = Literal["validating", "in_progress", "finalizing", "cancelling", "failed"] | End
 """validating: its lines are read. in_progress: they are answered. finalizing: the results are written. failed: its
@@ -15,7 +15,7 @@ UNFINISHED: tuple[Status, ...] = ("validating", "in_progress", "finalizing", "ca
 
 @dataclass(frozen=True, slots=True)
 class LineError:
-    """Why a line is no request; `line` is its number from 1, None for the whole file."""
+    """Why a line is invalid; `line` is its number from 1, None for the whole file."""
 
     code: str
     message: str
@@ -29,11 +29,11 @@ class Batch:
 
     Attributes:
         owner: who may see it; see `server.operations.api_keys`.
-        endpoint: the only one that its lines may name; None: any of those that can be.
-        expires_at: when lines that are not answered are given up; None: never.
-        ends_as: what it becomes once it is finalized.
+        endpoint: the only endpoint of its lines; None: any supported one.
+        expires_at: when unanswered lines are cancelled; None: never.
+        ends_as: its final status.
         reached: when it reached each status.
-        output_expires_after: seconds that the files of its results are kept for; None: for ever.
+        output_expires_after: seconds for which its result files are kept; None: forever.
         num_lines, num_completed, num_failed: requests, and those that were answered, with a result and with an error.
         num_input_tokens, num_output_tokens: of all answers.
     """
@@ -61,5 +61,5 @@ class Batch:
 
     @property
     def is_finished(self) -> bool:
-        """Whether nothing will change any more."""
+        """Whether it is finished."""
         return self.status not in UNFINISHED

@@ -1,7 +1,7 @@
-"""`Database`: the SQLite file in which batch jobs are kept, and its folder. Only one process has it at a time.
+"""`Database`: the SQLite file of batch jobs, and its folder. Only one process has it at a time.
 
-What a transaction has committed survives the end of the process and of the power: its journal (WAL) is synced to the
-disk each time. Threads may share it; each transaction has it alone.
+Committed transactions survive crashes and loss of power: the journal (WAL) is synced each time. Thread-safe;
+transactions are exclusive.
 """
 
 import os
@@ -46,11 +46,11 @@ class DatabaseInUseError(OSError):
 
 
 class Database:
-    """The database in `folder`, which is made if it is missing.
+    """The database in `folder`, which is created if missing.
 
     Raises:
         DatabaseInUseError: another process has it.
-        OSError: the folder cannot be made or used, or what is in it is no such database.
+        OSError: the folder cannot be created or used, or its content is not such a database.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -78,12 +78,12 @@ class Database:
             self._connection.executescript(f"BEGIN IMMEDIATE; {_SCHEMA} PRAGMA user_version = {FORMAT}; COMMIT;")
         elif format_ != FORMAT:
             raise sqlite3.DatabaseError(f"its format is {format_}, and this version knows only {FORMAT}")
-        execute("BEGIN IMMEDIATE")  # takes the lock, which stays
+        execute("BEGIN IMMEDIATE")  # takes the lock, and keeps it
         execute("COMMIT")
 
     @contextmanager
     def transaction(self) -> Iterator[sqlite3.Connection]:
-        """A transaction, durable once the block has ended, and undone if that raises.
+        """A transaction, durable at the end of the block, and rolled back if it raises.
 
         Raises `sqlite3.Error`, for example when the disk is full.
         """
@@ -104,14 +104,14 @@ class Database:
             yield self._connection
 
     def close(self) -> None:
-        """Let other processes have it."""
+        """Close it for other processes."""
         with self._lock:
             self._connection.close()
 
 
 def sync_folder(folder: Path) -> None:
-    """Make durable which files a folder has, and under which names."""
-    if os.name != "nt":  # Windows has no such thing
+    """Sync a folder's entries."""
+    if os.name != "nt":  # not on Windows
         descriptor = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(descriptor)

@@ -1,7 +1,7 @@
 """`Files`: uploaded files and files of results, each with its content in the folder and a row in the database.
 
-A file is there once its row is: its content was synced to the disk before. Content without a row is what an interrupted
-upload left, and goes.
+A file exists once its row does, after its content was synced. Content without a row is left from an interrupted upload,
+and is deleted.
 """
 
 import hashlib
@@ -20,12 +20,12 @@ from inflight.batches.database import Database, sync_folder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredFile:
-    """What is known of a file. Times are whole seconds of Unix time.
+    """A file's metadata. Times are whole seconds of Unix time.
 
     Attributes:
         owner: who may see it.
         digest: SHA-256 of its content, in hexadecimal digits.
-        expires_at: when it goes; None: never.
+        expires_at: when it is deleted; None: never.
     """
 
     id: str
@@ -39,7 +39,7 @@ class StoredFile:
 
 
 class NewFile:
-    """A file that is being written, by one thread at a time; its content is durable once `finish` has returned."""
+    """A file being written, by one thread at a time; its content is durable once `finish` has returned."""
 
     def __init__(self, path: Path) -> None:
         self.num_bytes = 0
@@ -49,12 +49,12 @@ class NewFile:
 
     @property
     def id(self) -> str:
-        """Its id once it is stored."""
+        """Its future id."""
         return self._path.name
 
     @property
     def digest(self) -> str:
-        """SHA-256 of what was written so far."""
+        """SHA-256 of the content so far."""
         return self._digest.hexdigest()
 
     def write(self, data: bytes) -> None:
@@ -71,7 +71,7 @@ class NewFile:
         sync_folder(self._path.parent)
 
     def discard(self) -> None:
-        """Give it up."""
+        """Discard it."""
         self._file.close()
         self._path.unlink(missing_ok=True)
 
@@ -100,10 +100,10 @@ class Files:
     def store(
         self, new: NewFile, owner: str, filename: str, purpose: str, lifetime: int | None, connection: Connection
     ) -> StoredFile:
-        """Put a finished file into the database, within a transaction.
+        """Add a finished file to the database, within a transaction.
 
         Args:
-            lifetime: seconds that it is kept; None: for ever.
+            lifetime: seconds for which it is kept; None: forever.
         """
         now = int(self._clock())
         stored = StoredFile(
@@ -126,7 +126,7 @@ class Files:
             return self.store(new, owner, filename, purpose, lifetime, connection)
 
     def get(self, file_id: str) -> StoredFile | None:
-        """What is known of a file; None if there is no such file, or its time was up."""
+        """A file's metadata; None if it does not exist or has expired."""
         with self._database.reading() as connection:
             row = connection.execute("SELECT content FROM files WHERE id = ?", (file_id,)).fetchone()
         file = None if row is None else msgspec.json.decode(row[0], type=StoredFile)
@@ -149,7 +149,7 @@ class Files:
         return is_deleted
 
     def expired(self) -> list[StoredFile]:
-        """All files whose time is up, and which can be deleted."""
+        """All expired files that can be deleted."""
         return [file for file in self._read_all() if self._is_expired(file)]
 
     def _read_all(self) -> list[StoredFile]:

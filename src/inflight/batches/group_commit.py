@@ -1,5 +1,5 @@
-"""`GroupCommit`: results that come while others are being written, and shortly after, are written together in the next
-transaction: the thread that writes takes its turns from the one that answers.
+"""`GroupCommit`: writes results that arrive during or shortly after a transaction together in the next one, since
+writing takes the GIL from answering.
 """
 
 import asyncio
@@ -10,14 +10,14 @@ from inflight.batches.batch import Batch
 from inflight.batches.result_lines import Result
 
 SECONDS_BETWEEN = 0.1
-"""After a transaction the next one begins so much later."""
+"""Seconds between transactions."""
 
 
 class GroupCommit:
     """Writes the results of one job.
 
     Args:
-        write: writes results, all or none, and returns the job as it is then; it blocks until they are durable.
+        write: writes results, all or none, and returns the updated job; it blocks until they are durable.
         see: called with the job each time.
     """
 
@@ -28,8 +28,8 @@ class GroupCommit:
         self._is_ending = asyncio.Event()
 
     async def save(self, result: Result) -> None:
-        """Return once the result is durable. Raises what `write` does. If this is cancelled, it is written all the
-        same."""
+        """Return once the result is durable. Raises `write`'s errors. If cancelled, the result is written
+        nevertheless."""
         saved = asyncio.get_running_loop().create_future()
         self._waiting.append((result, saved))
         if self._writing is None:
@@ -37,7 +37,7 @@ class GroupCommit:
         await saved
 
     async def finish(self) -> None:
-        """Return once everything is written or has failed to be. Nothing may be saved afterwards."""
+        """Wait until everything is written or has failed. Nothing may be saved afterwards."""
         self._is_ending.set()
         if self._writing is not None:
             await asyncio.wait({self._writing})

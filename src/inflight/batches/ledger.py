@@ -1,8 +1,8 @@
-"""`Ledger`: what is done of each batch job, line by line, in the database.
+"""`Ledger`: the durable progress of each batch job, line by line.
 
-A result is part of the ledger as a whole or not at all, once for each line, and counted in the same transaction. The
-results of a job leave the ledger for its files, in the order of its lines, when it is finalized; until the files are
-there, everything stays. So a job goes on after an end at any moment from what the last transaction says.
+A result is recorded atomically, once per line, and counted in the same transaction. When a job is finalized, its
+results move to its files, in the order of its lines; until the files exist, everything stays. So a job resumes after a
+crash at any moment from the last transaction.
 """
 
 import sqlite3
@@ -20,18 +20,18 @@ from inflight.batches.request_lines import RequestLine, request_of
 from inflight.batches.result_lines import Result, line_of_error
 
 PAGE_LINES, PAGE_BYTES = 256, 2**23
-"""Most lines that are read at once, and about how many bytes."""
+"""Most lines, and approximate bytes, read at once."""
 
 ROWS_AT_ONCE = 1000
-"""Rows that are read or deleted while the database is locked."""
+"""Rows read or deleted per lock of the database."""
 
 OUTPUT = "batch_output"
-"""What files of results are for (`purpose`)."""
+"""The `purpose` of result files."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A request of a batch job that is to be answered."""
+    """An unanswered request of a batch job."""
 
     number: int
     custom_id: str
@@ -66,7 +66,7 @@ class Ledger:
         """Begin a job.
 
         Args:
-            seconds: after which lines that are not answered are given up; None: never.
+            seconds: after which unanswered lines are cancelled; None: never.
         """
         now = int(self._clock())
         batch = Batch(
@@ -86,7 +86,7 @@ class Ledger:
         return batch
 
     def get(self, batch_id: str) -> Batch | None:
-        """A job as it is now."""
+        """A job's current state."""
         with self._database.reading() as connection:
             row = connection.execute("SELECT content FROM batches WHERE id = ?", (batch_id,)).fetchone()
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
@@ -106,8 +106,8 @@ class Ledger:
         return None if row is None else msgspec.json.decode(row[0], type=Batch)
 
     def cancel(self, batch_id: str) -> Batch:
-        """Give up what is not answered of a job, unless it is finished or about to be. Raises `KeyError` if there is
-        none."""
+        """Cancel a job's unanswered requests, unless it is finished or about to be. Raises `KeyError` for an unknown
+        job."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             if batch.status in ("validating", "in_progress"):
@@ -115,13 +115,13 @@ class Ledger:
         return batch
 
     def expire(self, batch_id: str) -> Batch:
-        """The time of a job is up: give up what is not answered."""
+        """Expire a job's unanswered requests."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             return self._write(connection, number, replace(batch, ends_as="expired"), "finalizing")
 
     def advance(self, batch_id: str, to: Status) -> Batch:
-        """A job reaches another status, unless it was cancelled meanwhile."""
+        """Set a job's status, unless it was cancelled meanwhile."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             if batch.status == "cancelling":
@@ -129,7 +129,7 @@ class Ledger:
             return self._write(connection, number, batch, to)
 
     def fail(self, batch_id: str, errors: Sequence[LineError]) -> Batch:
-        """End a job whose file is wrong."""
+        """End a job whose file is invalid."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             return self._write(connection, number, replace(batch, errors=tuple(errors), num_lines=0), "failed")
@@ -159,7 +159,7 @@ class Ledger:
         return errors
 
     def remove_lines(self, batch_id: str) -> None:
-        """Remove what there is of a job's lines and results."""
+        """Remove a job's lines and results."""
         while self._remove_some(batch_id):
             pass
 
@@ -176,10 +176,10 @@ class Ledger:
         return num_removed > 0
 
     def work(self, batch: Batch, num_crashes: int) -> Iterator[list[Work]]:
-        """What is to be answered of a job, in the order of work, in pages; what is answered meanwhile is left out.
+        """A job's unanswered requests, in order of work, in pages.
 
         Args:
-            num_crashes: only lines that were in work in this many crashes of the engine.
+            num_crashes: only lines that were running in this many crashes of the engine.
 
         Raises `OSError` if the job's file cannot be read.
         """
@@ -208,14 +208,14 @@ class Ledger:
                 last = page[-1].prefix, page[-1].number
 
     def note_crash(self, batch_id: str, number: int) -> None:
-        """The engine died while a line was in work."""
+        """Count a crash of the engine for a running line."""
         with self._database.transaction() as connection:
             batch_number, _ = _read(connection, batch_id)
             where = (batch_number, number)
             connection.execute("UPDATE lines SET num_crashes = num_crashes + 1 WHERE batch = ? AND number = ?", where)
 
     def add_results(self, batch_id: str, results: Sequence[Result]) -> Batch:
-        """Add results, all of them or none; they are durable when this returns. Raises `sqlite3.Error`."""
+        """Add results atomically; they are durable when this returns. Raises `sqlite3.Error`."""
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             connection.executemany(
@@ -255,7 +255,7 @@ class Ledger:
             outputs.discard()
             errors.discard()
             raise
-        # What the database does not know of in the end goes when it is opened the next time.
+        # Files unknown to the database are deleted when it is next opened.
         with self._database.transaction() as connection:
             number, batch = _read(connection, batch_id)
             file_ids: list[str | None] = []
@@ -290,7 +290,7 @@ class Ledger:
                 yield custom_id, bool(is_error), line
 
     def sweep(self) -> None:
-        """Remove what finished jobs have left, and files whose time is up."""
+        """Remove the rows of finished jobs, and expired files."""
         marks = ", ".join("?" * len(UNFINISHED))
         query = f"""
             SELECT id FROM batches AS b WHERE status NOT IN ({marks})

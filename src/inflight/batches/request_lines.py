@@ -1,7 +1,6 @@
 """Reads OpenAI's batch files: one request in each line of JSON, with `custom_id`, `method`, `url` and `body`.
 
-Decides what is a request, and which requests should run one after the other because they begin alike. What a body may
-contain is its endpoint's affair.
+Validates lines, and orders requests so that those with a common prefix are neighbours. Endpoints validate bodies.
 """
 
 import zlib
@@ -19,7 +18,8 @@ MAX_CUSTOM_ID = 512
 """Characters of a request's id."""
 
 PREFIX_LENGTHS = tuple(64 << step for step in range(11))
-"""Bytes. Requests that share their first 64 KiB run together, within those that share their first 32 KiB, and so on."""
+"""Lengths of hashed prefixes in bytes: requests that share their first 64 KiB run together, within those that share
+their first 32 KiB, and so on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RequestLine:
     Attributes:
         number: of its line, from 1.
         offset, num_bytes: of its line.
-        prefix: in the order of these, requests for the same model that begin alike are neighbours.
+        prefix: a sort key by which requests for the same model with a common prefix are neighbours.
     """
 
     number: int
@@ -47,7 +47,7 @@ class _Line(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _Body(msgspec.Struct):
-    """What a prompt begins with, in the order in which it does, and which model it is for."""
+    """The model, and the fields of a prompt in order."""
 
     model: msgspec.Raw = msgspec.Raw(b"")
     cache_salt: msgspec.Raw = msgspec.Raw(b"")
@@ -67,11 +67,11 @@ class _Body(msgspec.Struct):
 
 
 def read_lines(file: BinaryIO, urls: Collection[str]) -> Iterator[RequestLine | LineError]:
-    """Read a batch file from its start, a line at a time; empty lines are skipped. No line is read into memory beyond
-    `MAX_LINE_BYTES`, which is the last that is looked at if it is longer.
+    """Read a batch file from its start, a line at a time; empty lines are skipped. At most `MAX_LINE_BYTES` of a line
+    are read; a longer line ends the file.
 
     Args:
-        urls: what requests may name as their `url`.
+        urls: accepted values of `url`.
     """
     number = offset = 0
     while line := file.readline(MAX_LINE_BYTES + 1):
@@ -90,14 +90,14 @@ def read_lines(file: BinaryIO, urls: Collection[str]) -> Iterator[RequestLine | 
 
 
 def request_of(line: bytes) -> tuple[str, bytes]:
-    """The url and the body of a line that was read before."""
+    """The url and the body of a validated line."""
     request = msgspec.json.decode(line, type=_Line)
     return request.url, bytes(request.body)
 
 
 def prompt_of(body: bytes) -> bytes:
-    """What the prompt of a request begins with, in JSON as its body has it: requests that share the beginning of one
-    can share what is cached. Empty if the body is none of a request."""
+    """The beginning of a request's prompt, as raw JSON: requests that share it can share cached blocks. Empty for an
+    invalid body."""
     try:
         return msgspec.json.decode(body, type=_Body).text
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -133,8 +133,8 @@ def _request(line: bytes, number: int, offset: int, urls: Collection[str]) -> Re
 
 
 def _prefix(body: _Body) -> bytes:
-    """Checksums of a model's name, and of the beginnings of a prompt, the shortest first: two prompts that begin alike
-    have the same first ones. (It is a hint about the order of work; nothing depends on it but speed.)"""
+    """Checksums of the model's name and of the prompt's prefixes, the shortest first: prompts with a common prefix
+    share the first ones. (Only the order of work depends on it.)"""
     text = body.text
     checksum, start, sums = 0, 0, [zlib.crc32(body.model).to_bytes(4, "big")]
     for end in PREFIX_LENGTHS:

@@ -1,4 +1,4 @@
-"""The lines of OpenAI's results: what became of a request. Decides which answers are results and which are errors."""
+"""The lines of OpenAI's result and error files."""
 
 import uuid
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ ANSWERED = 200
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What became of a request.
+    """A request's result.
 
     Attributes:
         number: of its line in the job's file.
-        is_error: whether it belongs to the job's errors.
+        is_error: whether it goes to the job's errors.
         line: of the job's results or errors, without its end.
         num_input_tokens, num_output_tokens: what the answer took.
     """
@@ -27,14 +27,14 @@ class Result:
 
 
 def result_of_answer(number: int, custom_id: str, status: int, body: bytes) -> Result:
-    """The result of a request that was answered, or refused, with this status and this body in JSON."""
+    """The result of a request answered or refused with this status and JSON body."""
     response = {"status_code": status, "request_id": uuid.uuid4().hex, "body": msgspec.Raw(body or b"null")}
     line = _line(custom_id, response, None)
     return Result(number, status != ANSWERED, line, *(_usage(body) if status == ANSWERED else (0, 0)))
 
 
 def line_of_error(custom_id: str, code: str, message: str) -> bytes:
-    """A line for a request that was not answered."""
+    """A line for an unanswered request."""
     return _line(custom_id, None, {"code": code, "message": message})
 
 

@@ -1,9 +1,8 @@
-"""`Worker`: gets batch jobs done, one after the other, the oldest first, and goes on where the ledger says they are.
+"""`Worker`: runs batch jobs one after another, the oldest first, resuming from the ledger.
 
-Decides how many requests are in work, what is tried again, and which request an engine's death is blamed on. While the
-results of some are being made durable, others are in work, but no more results are held than requests may be in work.
-Requests that were in work when the engine died are done last, each alone: one that then kills the engine again gets an
-error.
+It limits concurrent requests, retries, and isolates requests that crash the engine. While results are being written,
+other requests run, but at most as many results are pending as requests may run. Requests that were running in a crash
+are retried last, one at a time: one that crashes the engine again gets an error.
 """
 
 import asyncio
@@ -26,26 +25,26 @@ from inflight.batches.request_lines import RequestLine, read_lines
 from inflight.batches.result_lines import Result, result_of_answer
 
 LINES_AT_ONCE = 4096
-"""Lines of a job that are read and added to the ledger in one transaction."""
+"""Lines read and added to the ledger in one transaction."""
 
 MAX_ERRORS = 100
-"""Most errors of a job's file that are reported."""
+"""Most reported errors of a job's file."""
 
 RETRIED = (429, 503)
-"""Statuses of answers that say: later. All others are the request's result."""
+"""Statuses to retry. All others are results."""
 
 SECONDS_BEFORE_RETRY = 0.5
 SECONDS_AFTER_FAILURE = 10.0
-"""When the disk is full, say, or a file cannot be read, a job is taken up again so much later."""
+"""Seconds before a job is retried after an I/O error, such as a full disk."""
 
 SECONDS_BETWEEN_SWEEPS = 600.0
 
 GIVEN_UP = {
-    "completed": ("engine_died", "the engine died each time that this request was in work, the second time alone"),
-    "expired": ("batch_expired", "this request was not answered before the job's time was up"),
+    "completed": ("engine_died", "the engine crashed twice while running this request, the second time alone"),
+    "expired": ("batch_expired", "this request was not answered before the job expired"),
     "cancelled": ("batch_cancelled", "this request was not answered before the job was cancelled"),
 }
-"""Code and message of requests that have no answer when a job ends so."""
+"""Code and message of unanswered requests by final status."""
 
 logger = logging.getLogger("inflight.batches")
 
@@ -54,19 +53,19 @@ class Answerer(Protocol):
     """Answers requests."""
 
     async def wait_until_ready(self) -> None:
-        """Return once requests can be answered. Raises an exception if they never can be."""
+        """Wait until requests can be answered. Raises if they never can be."""
 
     async def answer(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """Answer a request with a status and a body in JSON, as a server would. Cancelling this gives it up."""
+        """Answer a request with a status and a JSON body, as a server would. Cancelling aborts it."""
 
 
 class Worker:
-    """Works through the jobs of a ledger.
+    """Runs the jobs of a ledger.
 
     Args:
-        max_in_work: the most requests in work at once.
-        urls: what a request may name as its `url`.
-        see: called with a job when it is taken up, and each time that something of it has changed.
+        max_in_work: the most concurrent requests.
+        urls: accepted values of `url`.
+        see: called with a job when it starts, and on each change.
         clock: gives the seconds of Unix time.
     """
 
@@ -86,11 +85,11 @@ class Worker:
         self._answering: tuple[str, asyncio.Task[None]] | None = None
 
     def notify(self) -> None:
-        """There is a new job."""
+        """Notify of a new job."""
         self._news.set()
 
     async def cancel(self, batch_id: str) -> Batch:
-        """Give up what is not answered of a job, unless it is finished or about to be; return it as it is then."""
+        """Cancel a job's unanswered requests, unless it is finished or about to be; return the job."""
         batch = await asyncio.to_thread(self._ledger.cancel, batch_id)
         if batch.status == "cancelling":
             if self._answering is not None and self._answering[0] == batch_id:
@@ -100,7 +99,7 @@ class Worker:
         return batch
 
     async def run(self) -> None:
-        """Work until cancelled. Raises what `Answerer.wait_until_ready` does."""
+        """Work until cancelled. Raises `Answerer.wait_until_ready`'s errors."""
         while True:
             try:
                 await asyncio.to_thread(self._ledger.sweep)
@@ -115,9 +114,9 @@ class Worker:
             self._news.clear()
 
     async def work_on_next(self) -> bool:
-        """Finish the oldest job that is not finished; return whether there was one.
+        """Run the oldest unfinished job; return whether there was one.
 
-        Raises `OSError` and `sqlite3.Error` if the disk is full, say; the job can be taken up again.
+        Raises `OSError` and `sqlite3.Error`, for example when the disk is full; the job can be retried.
         """
         batch = await asyncio.to_thread(self._ledger.next_unfinished)
         if batch is None:
@@ -147,7 +146,7 @@ class Worker:
     # ------------------------------------------------------------------------------------- reading lines
 
     async def _validate(self, batch: Batch) -> Batch:
-        """Read all of a job's lines. If one is wrong, the job has failed."""
+        """Read all of a job's lines. An invalid line fails the job."""
         await asyncio.to_thread(self._ledger.remove_lines, batch.id)  # an earlier validation may have been interrupted
         errors: list[LineError] = []
         num_lines = 0
@@ -177,7 +176,7 @@ class Worker:
     # ------------------------------------------------------------------------------------- answering
 
     async def _answer_all(self, batch: Batch) -> Batch:
-        """Answer a job's requests until all are answered, its time is up, or it is cancelled."""
+        """Answer a job's requests until all are answered, it expires, or it is cancelled."""
         results = GroupCommit(partial(self._ledger.add_results, batch.id), self._observe)
         answering = asyncio.create_task(self._answer_lines(batch, results))
         self._answering = (batch.id, answering)
@@ -221,7 +220,7 @@ class Worker:
             places.unfinished.release()
 
     async def _result(self, batch: Batch, work: Work) -> Result | None:
-        """What becomes of a request; None: the engine died. The first time, it has another chance later."""
+        """A request's result; None: the engine crashed. After the first crash it is retried."""
         while True:
             await self._answerer.wait_until_ready()
             status, body = await self._answerer.answer(work.url, work.body)
@@ -234,7 +233,7 @@ class Worker:
 
 
 class _Places:
-    """How many requests of a job may be in work at once, and how many in work or about to be durable."""
+    """The most concurrent requests of a job, and the most running or about to be durable."""
 
     def __init__(self, most: int) -> None:
         self.in_work = asyncio.Semaphore(most)

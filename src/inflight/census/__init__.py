@@ -1,6 +1,7 @@
-"""Finds which models run exactly: compares every causal LM class of `transformers`, tiny and sensitive, with itself.
+"""Finds the models that run exactly: compares a tiny, sensitive model of every causal LM class of `transformers` with
+the reference.
 
 `inflight census` builds one model of each class, runs a ragged workload through the engine, and compares every token
-with the plain model without a cache. Each class runs in a process of its own (`runner`, `__main__`), so that whatever
-happens to it is one row of the table (`report`).
+with the reference without a cache. Each class runs in its own process (`runner`, `__main__`), so that a crash is one
+row of the table (`report`).
 """

@@ -26,7 +26,7 @@ def main() -> None:
         from inflight.census.peer import with_peer
 
         print(with_peer(model, finding).to_json(), file=answer, flush=True)
-    os._exit(0)  # does not wait for threads that a model or a peer has left
+    os._exit(0)  # without waiting for threads left by a model or a peer
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Examines one class: builds a model, runs a ragged workload, and compares every token with the plain model.
+"""Examines one class: builds a model, runs a ragged workload, and compares every token with the reference.
 
-Decides the workload, and what counts as exact: each token is the argmax of the plain model's logits, computed without a
-cache; or within `NEAR_TIE` of their range of it; or the argmax if the plain model sees only the tokens before it.
+Exact: each token is the argmax of the reference's logits, computed without a cache; or within `NEAR_TIE` of their range
+of it; or the argmax if the reference sees only the tokens before it.
 """
 
 import random
@@ -138,7 +138,7 @@ def _why_not_causal(model: PreTrainedModel, prompt: Sequence[int]) -> str:
 def judge(
     model: PreTrainedModel, requests: Sequence[TriedRequest], outputs: Sequence[RequestOutput], finding: Finding
 ) -> Finding:
-    """Compare the generated tokens with the plain model."""
+    """Compare the generated tokens with the reference."""
     num_tokens = num_near_ties = 0
     wrong: list[str] = []
     for number, (request, output) in enumerate(zip(requests, outputs, strict=True)):
@@ -159,7 +159,7 @@ def judge(
 
 @torch.no_grad()
 def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], int]:
-    """Return the indices of tokens that the plain model would not have chosen, and the number of near ties."""
+    """Return the indices of tokens that differ from the reference, and the number of near ties."""
     logits = plain_logits(model, torch.tensor([[*prompt, *tokens[:-1]]]))[0, len(prompt) - 1 :]
     best = logits.amax(-1)
     chosen = logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
@@ -171,7 +171,7 @@ def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[in
 
 
 def _is_next(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], place: int) -> bool:
-    """Whether the plain model chooses a token if it sees only the tokens before it.
+    """Whether the reference chooses a token if it sees only the tokens before it.
 
     A layer that selects by rank (keys, experts) may break ties differently in a longer row.
     """

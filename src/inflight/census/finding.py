@@ -1,4 +1,4 @@
-"""`Finding`: what the census found out about one class. Plain data."""
+"""`Finding`: the census result of one class. Plain data."""
 
 import json
 from dataclasses import asdict, dataclass
@@ -14,8 +14,8 @@ decoder-only causal LM; "not built": no tiny model of it could be made."""
 MAX_REASON = 1200
 
 MIN_SHARE, MIN_DISTINCT = 0.4, 8
-"""The share of argmaxes that distant context must change, and the least number of distinct greedy tokens. Below these,
-an exact result means less."""
+"""The share of argmaxes that distant context must change, and the least number of distinct greedy tokens, for a
+meaningful exact result."""
 
 
 @dataclass(frozen=True, slots=True)

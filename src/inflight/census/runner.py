@@ -1,4 +1,4 @@
-"""Runs all classes, each in a process of its own, so that a hang or a crash is one finding. Knows no torch."""
+"""Runs all classes, each in its own process, so that a hang or a crash is one finding. Knows no torch."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ def run_census(
 
 
 def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
-    """Examine one class in a process of its own; if it gives no answer, the finding says how it ended."""
+    """Examine one class in its own process; without an answer, the finding says how it ended."""
     command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
     start = time.monotonic()
     process = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""`inflight batch`: answers a file of requests, and goes on where it was after any end of the process.
+"""`inflight batch`: answers a file of requests, and resumes after any end of the process.
 
 The job's state is in a folder beside the results until they are complete.
 """
@@ -46,7 +46,7 @@ CHANGE_RESULTS = (
     *("quantization_minima", "quantization_arithmetic", "kv_cache_dtype", "executor", "max_model_len"),
     "tensor_parallel_size",
 )
-"""Options that a job must go on with as it began."""
+"""Options that must not change when a job is resumed."""
 
 
 @click.command(cls=Command)
@@ -78,8 +78,8 @@ def batch(
     REQUESTS is a file in OpenAI's batch format: each line has a custom_id, the method POST, a url such as
     /v1/chat/completions, and a body. Results come in the order of the lines.
 
-    What is answered is kept in the folder OUTPUT.job until all is done. If the process ends before that, for whatever
-    reason, the same command goes on where it was.
+    Progress is kept in the folder OUTPUT.job until all is done. If the process ends before that, for any reason, the
+    same command resumes it.
     """
     folder = output.with_name(output.name + ".job")
     errors = errors or output.with_suffix(f".errors{output.suffix}")
@@ -99,9 +99,9 @@ def batch(
         job = _job(requests, folder, ledger, files, _identity(model, values))
         if not job.is_finished:
             settings = ServerSettings(model_name=model or DEMO_MODEL_NAME, model_aliases=(ANY_NAME,))
-            seed = secrets.randbits(63)  # what has none of its own is not drawn twice when the job goes on
+            seed = secrets.randbits(63)  # default seeds must not repeat when the job resumes
             job = asyncio.run(_work(AsyncLLM(model, seed=seed, **values), settings, job, ledger, files, quiet))
-        if job.status != "failed":  # whatever ended it, what is answered is kept
+        if job.status != "failed":  # answered requests are kept in any case
             for file_id, place in ((job.output_file_id, output), (job.error_file_id, errors)):
                 if file_id is not None:
                     _hand_over(files.path_of(file_id), place, requests)
@@ -109,7 +109,7 @@ def batch(
                     place.unlink(missing_ok=True)
             if job.output_file_id is None:
                 output.touch()
-    finished = folder.with_name(folder.name + ".finished")  # at once: half of it would look like a job
+    finished = folder.with_name(folder.name + ".finished")  # atomically: half of it would look like a job
     shutil.rmtree(finished, ignore_errors=True)
     os.replace(folder, finished)
     shutil.rmtree(finished)
@@ -121,7 +121,7 @@ def batch(
 
 
 def _check_places(places: tuple[Path, Path], may_exist: bool) -> None:
-    """Raise `InvalidRequestError` if results cannot be put there, before any are made."""
+    """Raise `InvalidRequestError` if results cannot be written there, before starting."""
     if places[0].resolve() == places[1].resolve():
         raise InvalidRequestError(f"results and errors cannot be the same file, {str(places[0])!r}")
     for place in places:
@@ -133,8 +133,8 @@ def _check_places(places: tuple[Path, Path], may_exist: bool) -> None:
 
 @contextmanager
 def _with_resume_hint() -> Iterator[None]:
-    """Say, whatever ends the block before its time, that nothing is lost."""
-    hint = "the same command goes on where this one was"
+    """On an early end of the block, say that nothing is lost."""
+    hint = "run the same command again to resume"
     try:
         yield
     except KeyboardInterrupt:
@@ -145,7 +145,7 @@ def _with_resume_hint() -> Iterator[None]:
 
 
 def _identity(model: str | None, values: dict[str, Any]) -> dict[str, str]:
-    """What results depend on."""
+    """The options that results depend on."""
     return {"model": str(model), **{name: str(values[name]) for name in CHANGE_RESULTS if name in values}}
 
 
@@ -237,7 +237,7 @@ async def _work(
 
 
 def _hand_over(file: Path, place: Path, requests: Path) -> None:
-    """Move a file of results to its place, for those who can read the requests. It may have been moved before."""
+    """Move a file of results to its place, with the permissions of the requests. It may have been moved before."""
     from inflight.batches.database import sync_folder
 
     if file.exists():

@@ -1,4 +1,4 @@
-"""Requests of OpenAI's batch files through `inflight generate`: every one is answered by the server's own code."""
+"""Requests of OpenAI's batch files in `inflight generate`, answered by the server's own code."""
 
 import asyncio
 import json
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from inflight.entrypoints.async_llm import AsyncLLM
 
 MOST_IN_FLIGHT = 1000
-"""Requests that are read and tokenized at once; the engine needs no more to fill its slots."""
+"""Requests read and tokenized ahead: enough to fill the engine's slots."""
 
 
 async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[int, dict[str, Any]], None]) -> None:
     """Send all lines' bodies to their endpoints, and call `take` with the number of each line and its line of OpenAI's
     output, in the order in which they end. Then the engine is stopped.
 
-    A request that is refused is answered as a client of the server would be, with a status of 400 or more. Every name
-    of a model in the file means the one that is loaded. Raises `ModelError`.
+    A refused request gets the server's answer, with a status of 400 or more. Every model name in the file means the
+    loaded one. Raises `ModelError`.
     """
     from inflight.server.app import create_app
     from inflight.server.batches.answering import AppAnswerer

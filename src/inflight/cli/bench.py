@@ -1,4 +1,4 @@
-"""`inflight bench`: measures what continuous batching gains on this machine, and how a server performs under load."""
+"""`inflight bench`: measures the gain of continuous batching on this machine, and a server under load."""
 
 import platform
 
@@ -44,9 +44,9 @@ def static(rounds: int | None, requests: int | None, dtype: str, threads: int | 
 
     All run greedily with 8 slots on GPT-2's shape (124 M parameters) with random weights, or on another model. First 32
     requests of 7 tokens, of which every eighth generates 100 tokens and the others 10. Then 32 requests that share 512
-    tokens, have 16 of their own and generate 32: by two lessons, and by the engine when it knows nothing (cold), has
-    the 512 in its cache (warm), or in files (disk). The generated tokens are compared, too. On a slow machine there are
-    fewer requests and rounds.
+    tokens, have 16 of their own and generate 32: by two lessons, and by the engine with an empty cache (cold), the 512
+    tokens cached (warm), or in files (disk). The generated tokens are compared, too. On a slow machine there are fewer
+    requests and rounds.
     """
     import torch
     import transformers

@@ -28,7 +28,7 @@ NOT_WITH = {
     "prompt_file": ("random_input_len", "prefix_len", "num_prefixes", "prompt_kind", "vocab_size", "trace"),
     "trace": ("random_input_len", "request_rate", "burstiness", "burst_size"),
 }
-"""Options that are sources of requests, each with the options that it makes meaningless."""
+"""Options that are sources of requests, each with the options that it excludes."""
 
 
 @click.command(cls=Command)
@@ -96,7 +96,7 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
 
 
 def _for_json(options: dict[str, Any]) -> dict[str, Any]:
-    """Return the options that were given, without the API key; JSON has neither paths nor infinity."""
+    """Return the given options for JSON, without the API key."""
     given = {name: value for name, value in options.items() if name != "api_key" and value not in (None, ())}
     return {name: str(value) if isinstance(value, Path) or value == inf else value for name, value in given.items()}
 

@@ -1,4 +1,4 @@
-"""`inflight cache`: what is in a folder of prefixes."""
+"""`inflight cache`: inspects and manages a prefix store."""
 
 import os
 import sys
@@ -27,16 +27,16 @@ SECONDS_OF_A_DAY = 86_400.0
 
 @click.group(cls=Group)
 def cache() -> None:
-    """Look after a folder of prefixes.
+    """Manage a prefix store.
 
-    That is what --prefix-cache-dir names: blocks of the cache in files, of any number of models.
+    The folder of --prefix-cache-dir: blocks of the cache in files, of any number of models.
     """
 
 
 @cache.command(name="list", cls=Command)
 @FOLDER
 def list_(folder: Path) -> None:
-    """Print whose prefixes are in FOLDER, how much they take, how many prompts began with one, and when."""
+    """Print the prefixes in FOLDER by model: size, hits and times of use."""
     from rich.console import Console
     from rich.table import Table
 
@@ -70,7 +70,7 @@ def list_(folder: Path) -> None:
 @FOLDER
 @click.option("--delete", is_flag=True, help="Delete what is damaged.")
 def verify(folder: Path, delete: bool) -> None:
-    """Read every block in FOLDER, and name those that are damaged. Engines do that themselves when they use one."""
+    """Read every block in FOLDER, and list damaged ones. (Engines check each block they load.)"""
     from inflight.prefix_store.inspection import damaged, stored_fingerprints
 
     found = stored_fingerprints(folder)
@@ -89,10 +89,10 @@ def verify(folder: Path, delete: bool) -> None:
 @cache.command(cls=Command)
 @FOLDER
 @FINGERPRINT
-@click.option("--unused-days", type=click.FloatRange(min=0), default=0.0, help="Only what was not used for so long.")
+@click.option("--unused-days", type=click.FloatRange(min=0), default=0.0, help="Only blocks unused for this long.")
 @click.option("--keep-pinned", is_flag=True, help="Only what is not pinned.")
 def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool) -> None:
-    """Delete the blocks in FOLDER. Engines that run compute again what they miss."""
+    """Delete the blocks in FOLDER. Running engines recompute what they miss."""
     from inflight.prefix_store import inspection
 
     used_before = time.time() - unused_days * SECONDS_OF_A_DAY
@@ -107,10 +107,10 @@ def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool)
 @model_option
 @engine_options
 def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model: str | None, **options: Any) -> None:
-    """Compute PROMPTS, such as a system prompt, and pin them in FOLDER: engines with the same options restore them from
-    there, and they stay, however long they are unused."""
+    """Compute PROMPTS, such as a system prompt, and pin them in FOLDER: engines with the same options load them, and
+    they are never evicted."""
     if options["prefix_cache_dir"] is not None:
-        raise click.UsageError("FOLDER is where prefixes are kept: leave out --prefix-cache-dir")
+        raise click.UsageError("FOLDER is the prefix store: leave out --prefix-cache-dir")
     if not prompts and not files:
         raise click.UsageError("give a prompt, or --file")
     quiet_libraries()
@@ -131,9 +131,9 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
 @FINGERPRINT
 @click.option("--pinned", is_flag=True, help="Only what is pinned.")
 def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
-    """Write the prefixes in FOLDER to the file ARCHIVE, from where `import` adds them to another folder.
+    """Write the prefixes in FOLDER to the file ARCHIVE, for `import` into another folder.
 
-    Prefixes that were kept under a cache salt stay: they are found only by requests with the salt.
+    Prefixes under a cache salt are left out: only requests with the salt find them.
     """
     from inflight.prefix_store.archive import write_archive
 
@@ -156,9 +156,9 @@ def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
 @click.argument("archive", type=click.Path(path_type=Path))
 @click.option("--prefix-cache-size", type=size, default="20G", show_default=True, help="Bytes that FOLDER may have.")
 def import_(folder: Path, archive: Path, prefix_cache_size: int) -> None:
-    """Add the prefixes in the file ARCHIVE to FOLDER, which is made if it is missing.
+    """Add the prefixes in the file ARCHIVE to FOLDER, which is created if missing.
 
-    What is in it decides what a model says: use archives of people whom you trust.
+    Its contents affect a model's output: import only archives from people you trust.
     """
     from inflight.prefix_store.archive import read_archive
 

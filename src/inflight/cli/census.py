@@ -13,7 +13,9 @@ from inflight.cli.options import quiet_libraries
 @click.command(cls=Command)
 @click.option("--class", "names", multiple=True, help="Only this class or model type; may be repeated.")
 @click.option(
-    "--output", type=click.Path(dir_okay=False, path_type=Path), help="Write the report here, not to standard output."
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="Write the report here instead of to standard output.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Report as JSON instead of Markdown.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Most seconds per class.")
@@ -35,8 +37,8 @@ def census(
 ) -> None:
     """Find which of transformers' causal language models run exactly.
 
-    A tiny model of every class is built and run, and each token compared with the plain model's. Each class runs in a
-    process of its own, so this takes a while. Progress goes to standard error.
+    Builds and runs a tiny model of every class, and compares each token with the reference. Each class runs in its own
+    process, so this takes a while. Progress goes to standard error.
     """
     quiet_libraries()
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

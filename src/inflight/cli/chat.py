@@ -85,7 +85,7 @@ def _answerer(
     quiet_libraries()
     from inflight import LLM, SamplingParams
 
-    SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
+    SamplingParams(**sampling)  # wrong options are refused before the model is loaded
     llm = LLM(model, **engine)
     if llm.tokenizer is not None and not llm.tokenizer.inner.chat_template:
         raise click.UsageError(

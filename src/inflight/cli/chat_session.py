@@ -1,7 +1,7 @@
-"""A chat in the terminal: its history, its commands, and what answers it.
+"""A chat in the terminal: history, commands, and backends.
 
-Decides the commands, and what is kept of an answer that was stopped or failed. Answers go to standard output and
-everything else to standard error, so that a script that pipes messages in reads only answers.
+Answers go to standard output and everything else to standard error, so that a script that pipes messages in reads only
+answers.
 """
 
 import asyncio
@@ -31,7 +31,7 @@ Messages = list[dict[str, str]]
 
 
 class AnswerError(Exception):
-    """There is no answer, or only a part of it; the message says why."""
+    """An answer failed, perhaps after a part of it; the message says why."""
 
 
 class ChatBackend(Protocol):
@@ -40,13 +40,13 @@ class ChatBackend(Protocol):
     name: str
 
     def check(self, params: Mapping[str, Any]) -> None:
-        """Raise `ValueError` for a parameter that is known to be wrong."""
+        """Raise `ValueError` for an invalid parameter."""
 
     def check_system(self, text: str) -> None:
-        """Raise `ValueError` if it is known that there can be no system prompt."""
+        """Raise `ValueError` if system prompts are not supported."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
-        """Show the answer piece by piece and return why it ended. Raises `AnswerError`, `ValueError`."""
+        """Stream the answer and return its finish reason. Raises `AnswerError`, `ValueError`."""
 
 
 class EngineAnswerer:
@@ -79,7 +79,7 @@ class EngineAnswerer:
 
 
 class ServerAnswerer:
-    """Answers with an OpenAI-compatible server. Parameters are passed on unchecked, since the server checks them.
+    """Answers with an OpenAI-compatible server, which checks the parameters.
 
     Raises `AnswerError` if no `model` is given and the server cannot be asked for one.
     """
@@ -138,7 +138,7 @@ class ChatSession:
     messages: Messages = field(default_factory=list)
 
     def take(self, line: str) -> bool:
-        """Handle a line and return whether the chat goes on.
+        """Handle a line and return whether the chat continues.
 
         Raises `AnswerError`, `ValueError`, and `KeyboardInterrupt` if an answer was stopped; the chat can go on after
         any of them.
@@ -168,7 +168,7 @@ class ChatSession:
             self._set_system(self.system)
 
     def _set_system(self, text: str) -> None:
-        """Use this system prompt from now on, or none; one that cannot be used changes nothing."""
+        """Set the system prompt, or none; an unusable one changes nothing."""
         if text:
             try:
                 self.answerer.check_system(text)
@@ -177,8 +177,8 @@ class ChatSession:
         self.system = text or None
 
     def _say(self, text: str) -> None:
-        """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer is
-        forgotten, and so is its message."""
+        """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer and its
+        message are dropped."""
         before, pieces = list(self.messages), list[str]()
         self.messages.append({"role": "user", "content": text})
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
@@ -196,7 +196,7 @@ class ChatSession:
             raise
         except (AnswerError, ValueError):
             if system and not any(pieces):
-                tell("(if it is for the system prompt: /system without a text goes on without one)")
+                tell("(if it is for the system prompt: /system without a text removes it)")
             raise
         finally:
             if any(pieces):

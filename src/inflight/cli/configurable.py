@@ -1,7 +1,7 @@
-"""Commands whose options may also stand in a file and in the environment.
+"""Commands with options from a file and the environment.
 
-Decides what counts first: what is given on the command line, then variables, then the file, then defaults. Refuses, by
-name, what no option of the command is called. A file may have tables besides, each with options for one thing by name.
+Precedence: command line, environment variables, file, defaults. Unknown names are refused. A file may also have tables
+with options by name.
 """
 
 import difflib
@@ -26,8 +26,8 @@ class ConfigurableCommand(Command):
     """A command with `--config` and `--print-config`; its options are also variables, such as INFLIGHT_SERVE_PORT.
 
     Args:
-        tables: what a file may have tables of (`[models.NAME]`), and the parameters that each of them may set. The
-            command is given them as a parameter of that name with `_tables`: their parameters, by NAME.
+        tables: kinds of tables in a file (`[models.NAME]`), with the parameters that each may set. The command gets
+            them in a parameter of that name plus `_tables`: parameters by NAME.
     """
 
     def __init__(self, *args: Any, tables: Mapping[str, Collection[str]] | None = None, **attributes: Any) -> None:
@@ -50,7 +50,7 @@ class ConfigurableCommand(Command):
                 ["--print-config"],
                 heading=HEADING,
                 is_flag=True,
-                help="Print the options that apply, as such a file, and end.",
+                help="Print the effective options as such a file, and exit.",
             ),
         ]
 
@@ -63,7 +63,7 @@ class ConfigurableCommand(Command):
         return super().invoke(ctx)
 
     def _options(self) -> dict[str, click.Option]:
-        """The options by the names that they have in a file."""
+        """The options by their names in a file."""
         return {
             _key(param): param
             for param in self.params
@@ -71,7 +71,7 @@ class ConfigurableCommand(Command):
         }
 
     def _read(self, ctx: click.Context, _: click.Parameter, path: Path | None) -> None:
-        """Let the file's values be this command's defaults. Raises `click.UsageError`."""
+        """Set the command's defaults from a file. Raises `click.UsageError`."""
         if path is None:
             return
         try:
@@ -91,7 +91,7 @@ class ConfigurableCommand(Command):
         ctx.default_map = {**(ctx.default_map or {}), **defaults}
 
     def _read_tables(self, ctx: click.Context, path: str, kind: str, tables: Any) -> dict[str, dict[str, Any]]:
-        """The parameters of each of a file's tables, by its name. Raises `click.UsageError`."""
+        """The parameters of a file's tables, by name. Raises `click.UsageError`."""
         options = self._options()
         read: dict[str, dict[str, Any]] = {}
         if not isinstance(tables, dict) or not all(isinstance(each, dict) for each in tables.values()):
@@ -115,7 +115,7 @@ class ConfigurableCommand(Command):
                 raise click.UsageError(f"the variable {name} names no option of this command{_hint(name, names)}")
 
     def _written(self, ctx: click.Context) -> str:
-        """The options as a file; those that have their defaults are comments."""
+        """The options as a file; defaults are comments."""
         lines = []
         for key, option in self._options().items():
             name = option.name or ""
@@ -138,7 +138,7 @@ def _meta(kind: str) -> str:
 
 
 def _option(path: str, key: str, options: Mapping[str, click.Option]) -> click.Option:
-    """The option that a key of a file means. Raises `click.UsageError`."""
+    """The option of a file's key. Raises `click.UsageError`."""
     option = options.get(key.replace("_", "-"))
     if option is None:
         raise click.UsageError(f"{path!r}: there is no option {key!r}{_hint(key, options)}")
@@ -150,7 +150,7 @@ def _key(option: click.Option) -> str:
 
 
 def _value(where: str, option: click.Option, value: Any) -> Any:
-    """A file's value in the form that the command line would give it. Raises `click.UsageError`."""
+    """A file's value as on the command line. Raises `click.UsageError`."""
     if option.is_flag:
         if not isinstance(value, bool):
             raise click.UsageError(f"{where} is {value!r}; it must be true or false")

@@ -1,5 +1,5 @@
 """`inflight demo`: streams a dozen prompts at once through the embedded model, with a live view of the slots; then runs
-a short race against what continuous batching replaces."""
+a short race against older batching methods."""
 
 import json
 import os
@@ -40,11 +40,9 @@ PROMPTS = (
 @click.command(cls=Command)
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
 @click.option("--slow", is_flag=True, help="Pause a little after each step, to watch it.")
-@click.option(
-    "--web", is_flag=True, help="Watch them in a browser: a server runs, and gets the prompts again and again."
-)
+@click.option("--web", is_flag=True, help="Watch them in a browser: runs a server that gets the prompts repeatedly.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of that server; 0: any free port.")
-@click.option("--browser/--no-browser", default=True, help="Whether the page is opened, or only named.")
+@click.option("--browser/--no-browser", default=True, help="Whether to open the page, or only print its address.")
 def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     """Watch a dozen prompts run at once, live, then a short race.
 
@@ -53,7 +51,7 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     """
     if web:
         if slow:
-            raise click.UsageError("--slow is for the view in a terminal; it cannot be given with --web")
+            raise click.UsageError("--slow is for the terminal view; it cannot be given with --web")
         _serve(slots, port, browser)
         return
     if port or not browser:
@@ -114,7 +112,7 @@ SECONDS_BETWEEN_DOZENS = 2.0
 
 
 def _serve(slots: int, port: int, opens_browser: bool) -> None:
-    """Serve the embedded model, open its page, and send it the prompts until it is told to stop."""
+    """Serve the embedded model, open its page, and send it the prompts until interrupted."""
     import webbrowser
 
     options = serve.make_context("serve", ["--port", str(port), "--max-num-seqs", str(slots)]).params
@@ -130,12 +128,12 @@ def _serve(slots: int, port: int, opens_browser: bool) -> None:
 
 
 def _has_screen() -> bool:
-    """Whether a browser would have a window: on a terminal alone, one could take it over."""
+    """Whether there is a display: without one, a text browser could take over the terminal."""
     return sys.platform != "linux" or bool(os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"))
 
 
 def _send_prompts(address: str) -> None:
-    import urllib.request  # takes longer to import than all commands together need
+    import urllib.request  # slower to import than all commands together
 
     def send(text: str, max_tokens: int) -> None:
         body = {"prompt": text, "max_tokens": max_tokens, "temperature": 0.8, "ignore_eos": True}

@@ -86,7 +86,7 @@ def generate(
     from inflight import LLM, SamplingParams
     from inflight.observe.progress import seconds_between_drawings, with_progress
 
-    SamplingParams(**sampling)  # what is wrong with them is said before the model is loaded
+    SamplingParams(**sampling)  # wrong options are refused before the model is loaded
     engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
     llm = LLM(model, **engine)
     inputs = [_input(line, chat) for line in lines]
@@ -111,13 +111,13 @@ def generate(
 
 
 def structure_values(options: dict[str, Any]) -> dict[str, Any]:
-    """The flags for structured output as a field of `SamplingParams`, if any is given."""
+    """The structured output of the flags, for `SamplingParams`, if any."""
     wanted = structure.from_flags(options)
     return {} if wanted is None else {"structured_output": wanted}
 
 
 def _open(output: Path | None) -> TextIO:
-    """Open the output for JSON lines, before anything large is loaded: a writable file, or standard output."""
+    """Open the output for JSON lines, before loading anything large: a file, or standard output."""
     if output is None:
         return open(sys.stdout.fileno(), "w", encoding="utf-8", closefd=False)
     try:
@@ -161,13 +161,12 @@ def _recorded(llm: "LLM", path: Path | None) -> Iterator[None]:
             yield
         finally:
             llm.engine.observer = None
-            llm.stats()  # the step that runs is recorded, and no other
+            llm.stats()  # only the running step is still recorded
 
 
 @contextmanager
 def _interrupts_between(deltas: "Iterator[TextDelta]") -> Iterator[Iterator["TextDelta"]]:
-    """Delay Ctrl-C until all of a step has come, so that no result is half written; a second Ctrl-C takes effect at
-    once."""
+    """Delay Ctrl-C until the end of a step, so that no result is half written; a second Ctrl-C takes effect at once."""
     is_interrupted = False
     seen: set[tuple[int, int]] = set()  # since then; a step gives each sequence one piece at most
 
@@ -194,7 +193,7 @@ def _interrupts_between(deltas: "Iterator[TextDelta]") -> Iterator[Iterator["Tex
 
 
 class _InOrder:
-    """Writes results as soon as all before them are written; when it is closed, all that are left."""
+    """Writes results in order as soon as possible, and the rest on close."""
 
     def __init__(self, out: IO[str]) -> None:
         self._out = out
@@ -202,7 +201,7 @@ class _InOrder:
         self._next = 0
 
     def take(self, index: int, text: str) -> None:
-        """Take the lines of prompt `index`."""
+        """Add the lines of prompt `index`."""
         self._finished[index] = text
         while self._next in self._finished:
             self._out.write(self._finished.pop(self._next))
@@ -210,7 +209,7 @@ class _InOrder:
         self._out.flush()
 
     def close(self) -> None:
-        """Write what waits for something that did not come."""
+        """Write lines that wait for missing ones."""
         self._out.writelines(self._finished[index] for index in sorted(self._finished))
         self._out.flush()
 
@@ -249,7 +248,7 @@ def _lines_of(prompt_index: int, request: "RequestOutput", line: PromptLine) -> 
 
 
 def _at_position(scores: "TokenLogprobs") -> list[dict[str, Any]]:
-    """The log-probabilities at one position: first the token that is there, then the likeliest ones."""
+    """The log-probabilities at one position: first the actual token, then the likeliest ones."""
     return [{"token_id": token_id, **score._asdict()} for token_id, score in scores.items()]
 
 
@@ -257,7 +256,7 @@ def _at_position(scores: "TokenLogprobs") -> list[dict[str, Any]]:
 
 
 def _check_batch(lines: list[PromptLine], given: list[str]) -> None:
-    """Raise `InvalidRequestError` for what cannot stand beside requests that say everything themselves."""
+    """Raise `InvalidRequestError` for prompts or options beside requests of OpenAI's batch format."""
     other = next((line for line in lines if line.body is None), None)
     if other is not None:
         raise InvalidRequestError(

@@ -1,4 +1,4 @@
-"""How `--help` looks: options under headings with their defaults, and summaries that are whole sentences."""
+"""Formats `--help`: options under headings with their defaults, and summaries as whole sentences."""
 
 import re
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ RARE = frozenset(
         *("block_size", "num_blocks", "prefix_cache_size", "device"),
     }
 )
-"""Parameters that `--help` leaves to `--help-all`: most users need none of them."""
+"""Parameters shown only by `--help-all`."""
 
 
 class Option(click.Option):

@@ -1,4 +1,4 @@
-"""`inflight info MODEL`: shows what preparation found out about a model, and how it will run."""
+"""`inflight info MODEL`: shows what preparation found about a model, and how it will run."""
 
 import json
 from dataclasses import asdict
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from inflight import LLM
 
 CONTEXTS = (4096, 32768)
-"""Lengths for which the cache's memory is said."""
+"""Lengths for which the cache's memory is shown."""
 
 ARITHMETICS = {
-    "fast": "beside weights of a few bits, activations are rounded to int8",
-    "exact": "weights of a few bits are expanded first",
+    "fast": "activations of quantized layers are rounded to int8",
+    "exact": "quantized weights are expanded first",
 }
 
 KERNELS = {"native": "built for this CPU", None: "torch's only"}
@@ -35,13 +35,13 @@ KERNELS = {"native": "built for this CPU", None: "torch's only"}
 @click.command(cls=Command)
 @click.option("--json", "as_json", is_flag=True, help="Print everything as JSON.")
 @click.option("--load", "loads", is_flag=True, help="Load a GGUF file, too, instead of reading only its header.")
-@click.option("--verify", is_flag=True, help="Load and prove it again, even if an earlier load did.")
+@click.option("--verify", is_flag=True, help="Prove the model even if an earlier result is cached.")
 @model_argument
 @engine_options
 def info(model: str | None, as_json: bool, loads: bool, verify: bool, **options: Any) -> None:
-    """Load a model, prove it, and print what was found. MODEL means the same as --model MODEL.
+    """Load and prove a model, and print the findings. MODEL means the same as --model MODEL.
 
-    Of a GGUF file, print what its header says, without loading it."""
+    For a GGUF file, print its header's facts, without loading it."""
     quiet_libraries()
     gguf = None if loads or verify or model is None else find_gguf(model, options.get("revision"))
     if gguf is not None:
@@ -69,7 +69,7 @@ def info(model: str | None, as_json: bool, loads: bool, verify: bool, **options:
 
 
 def _print(lines: dict[str, str]) -> "Console":
-    """Print words with their names before them; what has none is left out."""
+    """Print names with values, leaving out empty ones."""
     from rich.console import Console
     from rich.table import Column, Table
 
@@ -83,7 +83,7 @@ def _print(lines: dict[str, str]) -> "Console":
 
 
 def _header_for_people(summary: GgufSummary) -> dict[str, str]:
-    """What a GGUF file's header says."""
+    """The facts of a GGUF file's header."""
     per_token = summary.cache_bytes_per_token
     needed = [f"{length:,} tokens {in_bytes(length * per_token)}" for length in CONTEXTS if length < summary.context]
     if summary.context:
@@ -100,14 +100,14 @@ def _header_for_people(summary: GgufSummary) -> dict[str, str]:
 
 
 def _ends(tokenizer: Tokenizer | None, ends: dict[int, str]) -> str:
-    """The tokens that end a sequence, and what names them, line by line."""
+    """The tokens that end a sequence with their sources, line by line."""
     return "\n".join(
         f"{each if tokenizer is None else tokenizer.text_of(each)} ({names})" for each, names in ends.items()
     )
 
 
 def _around(llm: "LLM") -> dict[str, Any]:
-    """What a model's own information lacks: memory in bytes, and whether it can chat."""
+    """Facts beyond `ModelInfo`: memory in bytes, and whether it can chat."""
     info = llm.model_info
     per_block = info.kv_bytes_per_token * info.block_size // len(info.cache_groups)
     return {

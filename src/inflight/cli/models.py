@@ -1,5 +1,4 @@
-"""Which models a server is to have: one or several MODEL arguments or `--model` options, each with a name if given, and
-tables in its file of options."""
+"""A server's models: MODEL arguments or `--model` options, perhaps named, and tables in its option file."""
 
 import functools
 import re
@@ -28,7 +27,7 @@ ONE_MODEL_ONLY = {
     "adapters": ("--adapter", "adapters are of one model, and stand in its table of a file for --config"),
     "allow_adapter_loading": ("--allow-adapter-loading", "adapters are of one model"),
 }
-"""Options that do not go with several models: how they are called, and why."""
+"""Options that exclude several models, with reasons."""
 
 OF_A_TABLE = {
     "model",
@@ -50,7 +49,7 @@ def duration(text: str) -> float:
 
 
 class _ModelName(click.ParamType[str]):
-    """A model; in a variable there may be several, separated by commas."""
+    """A model; a variable may have several, separated by commas."""
 
     name = "text"
     envvar_list_splitter = ","
@@ -60,7 +59,7 @@ class _ModelName(click.ParamType[str]):
 
 
 def models_argument(command: Command) -> Command:
-    """Add `--model`, and arguments that mean the same, to a command that has no other arguments."""
+    """Add `--model`, and equivalent arguments, to a command without other arguments."""
 
     @click.argument("model_argument", metavar="[MODEL]...", nargs=-1)
     @click.option(
@@ -78,22 +77,21 @@ def models_argument(command: Command) -> Command:
         cls=Option,
         heading=MODEL,
         type=click.IntRange(min=1),
-        help="Of several models, how many are in memory at once.  [default: all]",
+        help="Most models loaded at once.  [default: all]",
     )
     @click.option(
         "--max-loaded-memory",
         cls=Option,
         heading=MODEL,
         type=size,
-        help="Memory that loaded models may take together; units such as 24GiB are known.  "
-        "[default: what is free at the start]",
+        help="Most memory of loaded models together, such as 24GiB.  [default: what is free at the start]",
     )
     @click.option(
         "--idle-unload",
         cls=Option,
         heading=MODEL,
         type=duration,
-        help="Unload a model that was not used for this long, such as 10m or 1h.  [default: never]",
+        help="Unload a model unused for this long, such as 10m or 1h.  [default: never]",
     )
     @functools.wraps(command)
     def with_models(*args: Any, model: Sequence[str], model_argument: Sequence[str], **options: Any) -> Any:
@@ -106,7 +104,7 @@ def models_argument(command: Command) -> Command:
 
 
 def named(given: str) -> tuple[str | None, str]:
-    """A model's name and what it stands for; None: it was given without one."""
+    """A model's name, or None, and its source."""
     name, equals, model = given.partition("=")
     if equals and model and NAME.fullmatch(name) and not Path(given).expanduser().exists():
         return name, model
@@ -114,7 +112,8 @@ def named(given: str) -> tuple[str | None, str]:
 
 
 def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSettings | None":
-    """The settings of a server whose models come and go; None: it has one that stays. Raises `click.UsageError`."""
+    """The settings of a server with several models or unloading; None: a single permanent model. Raises
+    `click.UsageError`."""
     tables: Mapping[str, Mapping[str, Any]] = options["models_tables"]
     if len(models) < 2 and options["idle_unload"] is None and not tables:
         return None
@@ -143,7 +142,7 @@ def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSet
 
 
 def _of_tables(tables: Mapping[str, Mapping[str, Any]], elsewhere: set[str | None]) -> list[tuple[str | None, str]]:
-    """The models of a file's tables, but for those that were given elsewhere. Raises `click.UsageError`."""
+    """The models of a file's tables, except those given elsewhere. Raises `click.UsageError`."""
     models: list[tuple[str | None, str]] = []
     for name, table in tables.items():
         if NAME.fullmatch(name) is None:

@@ -1,7 +1,7 @@
 """Options that several sub-commands share, with their help texts; and `quiet_libraries`.
 
-An option that is not given is None and left to `EngineConfig` and `SamplingParams`, so each default is written only
-once; help texts show it from there.
+Options not given are None and left to `EngineConfig` and `SamplingParams`, which have each default once; help texts
+show it.
 """
 
 import functools
@@ -45,7 +45,7 @@ def replicas(text: str) -> int | str:
 
 
 def tokens(text: str) -> tuple[int, ...]:
-    """How many tokens prompts may get: one number for all, or one for each. Raises `click.BadParameter`."""
+    """Most tokens of prompts: one number for all, or one for each. Raises `click.BadParameter`."""
     if not re.fullmatch(r"\s*[1-9]\d*\s*(,\s*[1-9]\d*\s*)*", text):
         raise click.BadParameter(f"{text!r} are no numbers of tokens; give one, or one for each prompt, such as 4,8,12")
     return tuple(map(int, text.split(",")))
@@ -113,7 +113,7 @@ _TOKENIZER = (Shared("--tokenizer", "Hub id or folder of the tokenizer.", "the m
 _LOADING = (
     Shared("--revision", "Branch, tag or commit of a hub repository.", "main"),
     Shared("--load-format", "auto: the checkpoint's weights. dummy: random ones."),
-    Shared("--task", "What the model is loaded for. auto: what the checkpoint says."),
+    Shared("--task", "The model's task. auto: from the checkpoint."),
     Shared("--trust-remote-code", "Allow code that comes with the model."),
 )
 _RUNNING = (
@@ -128,11 +128,11 @@ _RUNNING = (
     Shared("--quantization", "Quantize weights while loading.", "none"),
     Shared("--quantization-group-size", "Of int4: weights that share a scale: 32, 64 or 128."),
     Shared("--quantization-minima", "Of int4: a minimum for them, too."),
-    Shared("--quantization-arithmetic", "How weights of a few bits are multiplied."),
-    Shared("--record-forward/--no-record-forward", "Record the forward pass: steps run without Python."),
+    Shared("--quantization-arithmetic", "Arithmetic of quantized weights."),
+    Shared("--record-forward/--no-record-forward", "Run the forward pass as a graph, without Python."),
     Shared("--kv-cache-dtype", "Of keys and values. auto: the model's."),
-    Shared("--executor", "How a step runs. auto: the first way that is proved exact."),
-    Shared("--attention-backend", "How attention is computed. auto: the best one here."),
+    Shared("--executor", "How steps run. auto: the first executor proved exact."),
+    Shared("--attention-backend", "The attention backend. auto: the best one here."),
 )
 _BATCHING = (
     Shared(
@@ -145,7 +145,7 @@ _BATCHING = (
     Shared(
         "--max-prefill-tokens-per-step",
         "Most prefill tokens in a step that has decodes, or is in the background.",
-        "no limit; a server derives one from how fast steps are",
+        "no limit; a server derives one from step times",
     ),
     Shared("--policy", "Which requests are served first."),
     Shared("--aging-steps", "Steps after which a request's priority improves by one."),
@@ -166,12 +166,12 @@ _BLOCKS = (
 _CACHE_MEMORY = (
     Shared(
         "--kv-cache-memory",
-        "Memory for keys and values: bytes, or such as 2G, 512MiB.",
+        "Memory for keys and values in bytes, such as 2G or 512MiB.",
         "a quarter of this machine's, 90 % of a GPU's",
         type=size,
     ),
-    Shared("--prefix-cache-dir", "A folder that keeps prefixes beyond the process's end.", "none"),
-    Shared("--prefix-cache-size", "Bytes that it may have, or such as 20G.", "20G", type=size),
+    Shared("--prefix-cache-dir", "A folder that keeps prefixes across restarts.", "none"),
+    Shared("--prefix-cache-size", "Its most bytes, such as 20G.", "20G", type=size),
 )
 _CHOOSING = (
     Shared("--temperature", "0 always takes the most likely token."),
@@ -181,9 +181,9 @@ _CHOOSING = (
     Shared("--seed", "Seed of the random numbers.", "differs from request to request"),
 )
 _CHANGING = (
-    Shared("--presence-penalty", "Subtracted from the logits of tokens that the output has."),
-    Shared("--frequency-penalty", "The same, once for each time that the output has them."),
-    Shared("--repetition-penalty", "Divides the logits of tokens that prompt or output have."),
+    Shared("--presence-penalty", "Subtracted from the logits of tokens in the output."),
+    Shared("--frequency-penalty", "The same, for each occurrence in the output."),
+    Shared("--repetition-penalty", "Divides the logits of tokens in prompt or output."),
     Shared("--bad-word", "A text that is never generated; may be repeated.", field="bad_words", multiple=True),
 )
 _NUMBER = (Shared("--n", "Sequences to generate for each prompt."),)
@@ -264,7 +264,7 @@ def adapters_option(command: Command) -> Command:
         multiple=True,
         callback=_adapters,
         metavar="NAME=PATH",
-        help="A LoRA adapter that is served as a model of this name; may be repeated.",
+        help="A LoRA adapter, served as a model of this name; may be repeated.",
     )(command)
 
 
@@ -280,22 +280,22 @@ engine_options = _together(_OF_ENGINE, (MODEL, _TOKENIZER), *_CONFIG)
 
 
 replicas_option = Shared(
-    "--replicas", "Engines of the model, each on cores of its own; auto: one for each NUMA node.", type=replicas
+    "--replicas", "Engines of the model, each on its own cores; auto: one per NUMA node.", type=replicas
 ).under(RUNNING, {"replicas": 1})
 """For commands whose front can have several engines."""
 
 
 tensor_parallel_option = Shared(
     "--tensor-parallel-size -tp",
-    "Processes that run the model together, each with a part of every weight.",
+    "Tensor parallelism: processes that each have a shard of every weight.",
     field="tensor_parallel_size",
     type=click.IntRange(1, config.MAX_RANKS),
 ).under(RUNNING, {"tensor_parallel_size": 1})
-"""For commands whose engine runs in a process of its own."""
+"""For commands whose engine runs in its own process."""
 
 
 def engine_options_with(**defaults: Any) -> Options[Any]:
-    """The same for a command that has defaults of its own."""
+    """The same for a command with its own defaults."""
     return _together(_OF_ENGINE | defaults, (MODEL, _TOKENIZER), *_CONFIG)
 
 
@@ -305,13 +305,13 @@ def config_options_with(**defaults: Any) -> Options[Any]:
 
 
 scheduling_options = _together(dict.fromkeys(_OF_ENGINE, "the recording's"), *_SCHEDULING)
-"""Those of `EngineConfig`'s options that say how requests are batched, for what begins with a recording's."""
+"""The batching options of `EngineConfig`, whose defaults come from a recording."""
 
 choice_options = _together(_OF_SAMPLING | {"temperature": 0}, (CHOOSING, _CHOOSING))
-"""Options for how tokens are chosen; greedily by default."""
+"""Sampling options; greedy by default."""
 
 chat_options = _together(_OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _ENDING))
-"""Options for how one answer's tokens are chosen, and when it ends."""
+"""Sampling and stopping options of one answer."""
 
 sampling_options = _together(
     _OF_MODEL, (CHOOSING, _CHOOSING + _CHANGING), (ENDING, _NUMBER + _ENDING + _SCORES), (STRUCTURE, _STRUCTURE)
@@ -320,7 +320,7 @@ sampling_options = _together(
 
 
 def model_option(command: Command) -> Command:
-    """Add `--model`, which every command that runs a model has. Its value is None for the embedded model."""
+    """Add `--model`. Its value is None for the embedded model."""
     return click.option(
         "--model",
         "-m",
@@ -331,7 +331,7 @@ def model_option(command: Command) -> Command:
 
 
 def model_argument(command: Command) -> Command:
-    """Add `--model`, and an argument that means the same, to a command that has no other arguments."""
+    """Add `--model`, and an equivalent argument, to a command without other arguments."""
 
     @click.argument("model_argument", metavar="[MODEL]", required=False)
     @model_option
@@ -368,7 +368,7 @@ def quiet_libraries() -> None:
     logging.basicConfig(level=logging.WARNING, format="inflight: %(message)s", stream=sys.stderr)
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    import huggingface_hub.utils.logging  # adds a handler of its own beside ours, so that every message came twice
+    import huggingface_hub.utils.logging  # adds its own handler beside ours, which duplicates every message
 
     logging.getLogger(huggingface_hub.__name__).handlers.clear()
 

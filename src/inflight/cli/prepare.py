@@ -1,4 +1,4 @@
-"""`inflight prepare MODEL`: the first start of a model ahead of time."""
+"""`inflight prepare MODEL`: prepares a model ahead of its first start."""
 
 import time
 from typing import Any
@@ -13,10 +13,10 @@ from inflight.cli.options import engine_options, engine_values, model_argument, 
 @model_argument
 @engine_options
 def prepare(model: str | None, **options: Any) -> None:
-    """Load a model once, so that it starts faster from now on. MODEL means the same as --model MODEL.
+    """Load a model once, so that later starts are faster. MODEL means the same as --model MODEL.
 
-    This builds the kernels if they are missing, proves the model, and caches what was found in ~/.cache/inflight. It
-    holds for the same files and options, on this machine."""
+    This builds the kernels if they are missing, proves the model, and caches the result in ~/.cache/inflight, for the
+    same files and options on this machine."""
     quiet_libraries()
     from inflight import LLM
 

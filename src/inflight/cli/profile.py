@@ -1,4 +1,4 @@
-"""`inflight profile MODEL`: shows where a decode step's time goes, next to the best that this machine could do."""
+"""`inflight profile MODEL`: shows where a decode step's time goes, beside this machine's roofline."""
 
 from pathlib import Path
 from typing import Any
@@ -37,14 +37,13 @@ def profile(
     json_file: Path | None,
     **options: Any,
 ) -> None:
-    """Show where a decode step's time goes, beside the least that this machine needs. MODEL means the same as --model
-    MODEL.
+    """Show where a decode step's time goes. MODEL means the same as --model MODEL.
 
-    The parts are linear layers, attention, small operators, sampler, scheduler, packing, Python. Tokens are chosen
-    greedily unless a temperature is given.
+    The parts are linear layers, attention, small operators, sampler, scheduler, packing, Python. Sampling is greedy
+    unless a temperature is given.
 
-    Next to each part's time is the least that this machine needs for it, from its memory and arithmetic speed, measured
-    in the same run. The machine should have nothing else to do.
+    Beside each part's time is its roofline: the least time by this machine's memory bandwidth and arithmetic speed,
+    measured in the same run. The machine should be idle otherwise.
     """
     quiet_libraries()
     from rich.console import Console

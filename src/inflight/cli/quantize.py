@@ -1,4 +1,4 @@
-"""`inflight quantize MODEL FOLDER`: writes a model with weights of a few bits."""
+"""`inflight quantize MODEL FOLDER`: writes a quantized model."""
 
 import re
 import sys
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
     default="32",
     help="Of int4: weights that share a scale.",
 )
-@click.option("--minima", is_flag=True, help="Of int4: a minimum for them, too: a little larger, and more exact.")
+@click.option("--minima", is_flag=True, help="Of int4: also a minimum per group: slightly larger and more accurate.")
 @click.option("--revision", help="Branch, tag or commit of a hub repository.")
 def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bool, revision: str | None) -> None:
-    """Write a model with weights of four or eight bits, and print what each weight became.
+    """Write a model with weights in four or eight bits, and print each weight's result.
 
-    MODEL is a hub id, a folder or a GGUF file. FOLDER must be new or empty. What is written loads at once: its file is
-    mapped into memory as it is. Weights that have a few bits already keep them, so a GGUF file can be written so, too.
+    MODEL is a hub id, a folder or a GGUF file. FOLDER must be new or empty. The result is memory-mapped, and loads at
+    once. Already quantized weights are kept, so GGUF files can be converted, too.
     """
     quiet_libraries()
     from inflight.entrypoints.quantization import quantize as run
@@ -56,7 +56,7 @@ def quantize(source: str, folder: Path, wanted: str, group_size: str, minima: bo
 
 
 def _print(weights: Sequence["QuantizedWeight"]) -> None:
-    """Print what became of the weights; those of all layers share a line."""
+    """Print the results; weights of all layers share a line."""
     from rich.console import Console
     from rich.table import Table
 

@@ -40,7 +40,7 @@ CAP = 120
 @click.option(
     "--method", "names", type=click.Choice(METHODS), multiple=True, help="Run only this one; may be repeated."
 )
-@click.option("--verbose", "-v", is_flag=True, help="Log what is in which slot, and pictures of merges and filters.")
+@click.option("--verbose", "-v", is_flag=True, help="Log the slots, with pictures of merges and filters.")
 @click.option("--html", type=Path, help="Write timelines and table as one self-contained page (needs matplotlib).")
 @click.option("--png", type=Path, help="Write the timelines as a picture (needs matplotlib).")
 @model_option
@@ -56,9 +56,9 @@ def race(
 ) -> None:
     """Run the same requests through static waves, padded and ragged batches, and the engine.
 
-    They are shown live, then as timelines of the slots and a table. PROMPTS, and those of a file, end where the model
-    ends them or at their limits. Without any, prompts are random and each runs to its own limit. In float32, the
-    default here, all methods give the same tokens.
+    They are shown live, then as timelines of the slots and a table. PROMPTS, and those of a file, end at the model's
+    EOS or at their limits. Without any, prompts are random and each runs to its limit. In float32, the default here,
+    all methods give the same tokens.
     """
     lines = read_prompts(prompts, file) if prompts or file is not None else []
     quiet_libraries()

@@ -1,4 +1,4 @@
-"""`inflight serve`: runs the HTTP server in the foreground until it is told to stop."""
+"""`inflight serve`: runs the HTTP server in the foreground."""
 
 import logging
 import os
@@ -50,28 +50,26 @@ if TYPE_CHECKING:
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")
 @click.option("--keep-alive-interval", type=float, help="Seconds of silence before a keep-alive comment on a stream.")
 @click.option("--max-stall", type=float, help="Seconds that a stream waits for a client that does not read.")
+@click.option("--strict", is_flag=True, default=None, help="Refuse request fields that could be ignored or replaced.")
 @click.option(
-    "--strict", is_flag=True, default=None, help="Refuse what could be ignored or replaced in requests, by name."
-)
-@click.option(
-    "--trust-request-chat-template", is_flag=True, default=None, help="Let requests bring their own chat template."
+    "--trust-request-chat-template", is_flag=True, default=None, help="Allow requests to have their own chat template."
 )
 @click.option(
     "--tool-call-parser",
     type=click.Choice(list(CALL_FORMATS)),
-    help="How the model writes tool calls, if its chat template does not show it.",
+    help="The model's notation of tool calls, if its chat template does not show it.",
 )
-@click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it there are none.")
-@click.option("--max-file-size", type=size, help="Most bytes of an uploaded file; units such as 4GiB are known.")
+@click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it they are disabled.")
+@click.option("--max-file-size", type=size, help="Most bytes of an uploaded file, such as 4GiB.")
 @click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
 @click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
 @click.option("--record-files", type=click.IntRange(min=1), default=4, help="How many of them are kept.")
 @click.option(
     "--kv-events-config",
-    help='Publish what the prefix cache holds, as vLLM does: JSON such as \'{"endpoint": "tcp://*:5557"}\'.',
+    help='Publish events of the prefix cache, as vLLM does: JSON such as \'{"endpoint": "tcp://*:5557"}\'.',
 )
 @click.option("--api-key-file", type=click.Path(), help=f"API keys, one per line (besides those in {KEYS_VARIABLE}).")
-@click.option("--max-body-size", type=size, help="Most bytes of a request's body; units such as 4MiB are known.")
+@click.option("--max-body-size", type=size, help="Most bytes of a request's body, such as 4MiB.")
 @click.option("--max-requests", type=int, help="Most HTTP requests served at once; more are refused.")
 @click.option("--timeout-keep-alive", type=int, help="Seconds after which an idle connection is closed.")
 @click.option("--grace-period", type=float, help="Seconds that running requests have to finish after SIGTERM.")
@@ -91,8 +89,8 @@ if TYPE_CHECKING:
 @tensor_parallel_option
 @engine_options
 def serve(models: tuple[str, ...], host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
-    """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL; several are loaded when they
-    are first asked for, and may be given as NAME=MODEL."""
+    """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL; several models are loaded on
+    demand, and may be given as NAME=MODEL."""
     pool = pool_settings(models, {**options, "served_model_names": served_model_names})
     if pool is not None:
         serve_models(pool, host, port, options)
@@ -109,7 +107,7 @@ def serve_model(
     options: dict[str, Any],
     when_ready: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Run the server until it is told to stop.
+    """Run the server until a signal.
 
     Args:
         options: the command's other parameters.
@@ -131,7 +129,7 @@ def serve_model(
         if operator_settings.api_key_file is None and KEYS_VARIABLE not in os.environ:
             raise click.UsageError(f"--allow-adapter-loading needs API keys: --api-key-file, or {KEYS_VARIABLE}")
         engine.setdefault("adapters", {})
-    listener = _listener(host, port, settings.max_stall)  # before anything is loaded, because it may be in use
+    listener = _listener(host, port, settings.max_stall)  # first, because the address may be in use
     record_to = _record_to(options["record"], options["record_size"], options["record_files"])
     llm = AsyncLLM(
         model,
@@ -143,7 +141,7 @@ def serve_model(
     from inflight.server.run import serve_until_told
 
     if llm.tokenizer is None:
-        logging.getLogger("inflight.server").warning("%s has no tokenizer: only token ids are taken and given", name)
+        logging.getLogger("inflight.server").warning("%s has no tokenizer: it takes and returns token ids only", name)
     address = _address(host, listener)
 
     def tell_ready() -> None:
@@ -159,7 +157,7 @@ def serve_model(
 
 
 def serve_models(models: "PoolSettings", host: str, port: int, options: dict[str, Any]) -> None:
-    """Run a server of several models until it is told to stop.
+    """Run a server of several models until a signal.
 
     Args:
         options: the command's other parameters.
@@ -222,14 +220,14 @@ def _async_llm_options(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _do_without_torch() -> None:
-    """Keep torch out of this process, where only tokenizers and configurations are used: `transformers` imports it
-    wherever it finds it, which takes a second and 250 MB. The engine's process has it."""
+    """Keep torch out of this process, which uses only tokenizers and configurations: `transformers` imports it if
+    installed, which takes a second and 250 MB. The engine's process has it."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is not found
 
 
 def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | None":
-    """Where the engine's process records its steps. Raises `InvalidRequestError` if no file can be written there."""
+    """Where the engine's process records its steps. Raises `InvalidRequestError` if it is not writable."""
     if path is None:
         return None
     from inflight.contracts.record import RecordTo

@@ -1,4 +1,4 @@
-"""`inflight show PROMPT …`: prints steps of a run: their tokens, their masks, and a check against the definition."""
+"""`inflight show PROMPT …`: prints steps of a run: tokens, masks, and a comparison with reference attention."""
 
 import re
 from pathlib import Path
@@ -16,12 +16,12 @@ PAGE_SIZE = 400
 """Columns and rows of a mask on a page, which scrolls."""
 
 CACHE_MEMORY = 2**30
-"""Bytes. Plenty for a few prompts, although the definition of attention keeps a second cache of the same size."""
+"""Bytes of the cache: enough for a few prompts. Reference attention has a second one of this size."""
 
 PROMPTS = ("Once upon a time", "One morning", "In a quiet village there lived a fox")
 CAP = 4
-"""Without other limits the first prompt gets this many tokens, the second twice as many, and so on: slots are freed one
-after the other."""
+"""Without other limits the first prompt gets this many tokens, the second twice as many, and so on, so that slots are
+freed one by one."""
 
 
 def steps(text: str) -> tuple[int, ...]:
@@ -64,11 +64,11 @@ def show(
     png: Path | None,
     **options: Any,
 ) -> None:
-    """Look into steps of a run: which tokens lie in the row, and which of them attend to which.
+    """Show steps of a run: the tokens in the row, and which of them attend to which.
 
-    PROMPTS run greedily; without any, three beginnings of stories do. There is one slot less than prompts, so the last
-    one waits until another is done: the picture is of the step in which it takes the slot that became free, and its
-    prefill shares a row with the others' decodes. A small --max-num-batched-tokens shows chunks.
+    PROMPTS run greedily; the default is three beginnings of stories. There is one slot less than prompts, so the last
+    one waits until another is done: by default the step is shown in which it takes the freed slot, and its prefill
+    shares a row with the others' decodes. A small --max-num-batched-tokens shows chunks.
     """
     prompts = prompts or PROMPTS
     caps = one_each(caps or tuple(CAP * number for number in range(1, len(prompts) + 1)), len(prompts))

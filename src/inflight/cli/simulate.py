@@ -1,4 +1,4 @@
-"""`inflight simulate`: predicts how a machine would serve a load, from the cost of its steps."""
+"""`inflight simulate`: predicts how a machine would serve a load, from its step costs."""
 
 import json
 from contextlib import ExitStack
@@ -49,8 +49,7 @@ def simulate(
     """Predict how this machine would serve a load, by the real scheduler on a virtual clock.
 
     The report has throughput, latencies, preemptions and prefix hits. Engine options default to those of the trace, or
-    of the first --fit. Step costs default to a fit to the trace, and draft and acceptance rates to
-    what it has.
+    of the first --fit. Step costs default to a fit to the trace, and draft and acceptance rates to the trace's.
     """
     if replicas > 1 and record is not None:
         raise click.UsageError("--record writes what one engine does; it cannot be given with --replicas")
@@ -79,7 +78,7 @@ def simulate(
     like = recorded or next(iter(learned_from), None)
     values = engine_values(options)
     if values.pop("draft_model", None) is not None:
-        raise click.UsageError("nothing is loaded here: --acceptance says how good draft tokens are")
+        raise click.UsageError("no draft model is loaded here: give its acceptance rate by --acceptance")
     if values.get("speculation") == "off" and acceptance:
         raise click.UsageError("--speculation off drafts nothing, whatever --acceptance is")
     recorded_config = EngineConfig() if like is None else like.config

@@ -1,4 +1,4 @@
-"""Structured output as the command line takes it: from flags, and from a JSON line's `structured_output`."""
+"""Structured output from flags and from a JSON line's `structured_output`."""
 
 import json
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ FLAGS = ("json_schema", "json_object", "regex", "choice", "grammar")
 
 
 def from_flags(options: Mapping[str, Any]) -> StructuredOutput | None:
-    """What the flags ask for; None if none is given. Raises `ValueError`."""
+    """The structured output of the flags; None if none is given. Raises `ValueError`."""
     given = {name: options[name] for name in FLAGS if options[name] not in (None, ())}
     if not given:
         return None
@@ -24,7 +24,7 @@ def from_flags(options: Mapping[str, Any]) -> StructuredOutput | None:
 
 
 def from_json(value: object) -> StructuredOutput | None:
-    """What an object such as `{"regex": "[0-9]{4}"}` asks for; a schema may be an object or its text. Raises
+    """The structured output of an object such as `{"regex": "[0-9]{4}"}`; a schema may be an object or its text. Raises
     `ValueError`."""
     if value is None:
         return None
@@ -37,7 +37,8 @@ def from_json(value: object) -> StructuredOutput | None:
 
 
 def _text_or_file(flag: str, value: str, mark: str) -> str:
-    """The value itself if it has the `mark` that every such text has and hardly a file's name, else the file's text."""
+    """The value itself if it contains `mark`, which every such text has and file names rarely do; else the file's
+    text."""
     if mark in value:
         return value
     try:

@@ -1,13 +1,13 @@
-"""Numbers in words, for people."""
+"""Human-readable numbers."""
 
 import click
 
 LONG = 10.0
-"""Seconds. Whatever takes longer says so before it starts."""
+"""Seconds. Longer work is announced."""
 
 
 def say_if_long(seconds: float, what: str = "") -> None:
-    """Say on standard error about how long something (`what`) takes, if that is long."""
+    """Announce on standard error how long `what` takes, if long."""
     if seconds > LONG:
         about = f"{seconds:.0f} s" if seconds < 90 else f"{seconds / 60:.0f} min"
         click.echo(f"inflight: {what}about {about}", err=True)

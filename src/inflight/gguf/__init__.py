@@ -1,1 +1,1 @@
-"""GGUF, llama.cpp's file format: where such files are, and what their headers say. No torch."""
+"""GGUF, llama.cpp's file format: finding files and reading headers. No torch."""

@@ -1,4 +1,4 @@
-"""Whether a model's name means a GGUF file, and which."""
+"""Finds the GGUF file of a model's name."""
 
 import os
 from collections.abc import Iterable
@@ -11,12 +11,12 @@ SUFFIX = ".gguf"
 
 
 def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Path | None:
-    """The GGUF file that a model's name means: a file's path, a folder in which there is one and no config.json,
-    `folder:file`, or `repository:file` on the Hugging Face hub (`file` may be a piece of its name, such as `Q4_K_M`).
-    Of a file in several parts, the first. None if the name means something else.
+    """The GGUF file of a model's name: a file's path, a folder with one and no config.json, `folder:file`, or
+    `repository:file` on the Hugging Face hub (`file` may be part of its name, such as `Q4_K_M`). For a file in parts,
+    the first. None if the name is something else.
 
     Raises:
-        ModelError: there is no such file, or more than one.
+        ModelError: no such file, or several.
     """
     name = os.path.expanduser(os.fspath(source))
     path = Path(name)

@@ -1,5 +1,5 @@
-"""`GgufHeader`: what the beginning of a GGUF file says, checked. A file that says something impossible is refused in
-one sentence, before anything else reads it.
+"""`GgufHeader`: the validated header of a GGUF file. An invalid file is refused in one sentence, before anything else
+reads it.
 
 The format: ggml's `docs/gguf.md`. All numbers are little-endian.
 """
@@ -25,9 +25,9 @@ MAX_NAME, MAX_KEY = 2**10, 2**16
 """Bytes of names; the format allows a tensor's 64."""
 STRING, ARRAY = 8, 9
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-"""What `struct` calls the types of metadata that have a fixed size."""
+"""`struct` formats of fixed-size metadata types."""
 SHORT = 4096
-"""Arrays of more elements, which are vocabularies, are only counted, unless they are asked for."""
+"""Longer arrays, which are vocabularies, are only counted unless requested."""
 
 BLOCKS = {
     0: ("F32", 1, 4),
@@ -61,7 +61,7 @@ BLOCKS = {
 
 @dataclass(frozen=True, slots=True)
 class TensorEntry:
-    """Where a tensor lies.
+    """A tensor's entry.
 
     Attributes:
         path: the file.
@@ -86,14 +86,14 @@ class TensorEntry:
 
 @dataclass(frozen=True, slots=True)
 class Counted:
-    """Stands for a long array of metadata."""
+    """Placeholder of a long metadata array."""
 
     length: int
 
 
 @dataclass(frozen=True, slots=True)
 class GgufHeader:
-    """A file's header; of one in several parts, that of the first with the tensors of all.
+    """A file's header; for a file in parts, the first's with the tensors of all.
 
     Attributes:
         metadata: by key; a long array is only `Counted`.
@@ -118,8 +118,8 @@ class GgufHeader:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str], *, with_vocabulary: bool = False) -> "GgufHeader":
-        """Read a file's header, and its long arrays, too, if asked to. Raises `ModelError` if the file, or another part
-        of it, cannot be read, or is no intact GGUF file."""
+        """Read a file's header, optionally with long arrays. Raises `ModelError` if the file, or another part, cannot
+        be read, or is not an intact GGUF file."""
         header = _read(Path(path), 2**63 if with_vocabulary else SHORT)
         if header.num_parts > 1:
             header = _joined(header)
@@ -177,7 +177,7 @@ def _joined(first: GgufHeader) -> GgufHeader:
 
 
 class _Reader:
-    """Walks through a header; everything that a file says is checked before it is believed."""
+    """Parses a header, validating everything."""
 
     def __init__(self, path: Path, content: memoryview, longest: int) -> None:
         self._path = path
@@ -294,7 +294,7 @@ class _Reader:
             raise self._error("has a name that is not UTF-8") from error
 
     def _count(self, size: int) -> int:
-        """A number of things that take at least `size` bytes each."""
+        """A count of entries of at least `size` bytes each."""
         number: int = self._scalar("Q")
         if number > (len(self._content) - self._at) // size:
             raise self._error(f"announces {number} entries, more than it has room for")

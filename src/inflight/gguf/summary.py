@@ -1,4 +1,4 @@
-"""`GgufSummary`: what a GGUF file's header says about its model."""
+"""`GgufSummary`: a model's facts from a GGUF header."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +12,11 @@ BYTES_OF_KEY = 2
 
 @dataclass(frozen=True, slots=True)
 class GgufSummary:
-    """What a header says.
+    """Facts from a header.
 
     Attributes:
-        context: the most tokens of a sequence; 0 if that is not said.
-        cache_bytes_per_token: of keys and values in 16 bits, in all layers, if none has a window; 0 if that is not
-            known.
+        context: the most tokens of a sequence; 0 if unknown.
+        cache_bytes_per_token: of keys and values in 16 bits, in all layers, assuming no windows; 0 if unknown.
         tensors: by their types.
     """
 

@@ -1,9 +1,8 @@
-"""`close_objects`: an object that names its properties has no others, unless its schema says that it may.
+"""`close_objects`: forbids properties that an object's schema does not name, unless the schema allows them explicitly.
 
-By the standard such an object may have any others, and a weak model goes on inventing them until it runs out of tokens;
-no author of a schema means that, and other servers read it so, too. Decides which objects can be closed: a schema
-that applies together with others (`allOf`, or `$ref` or `anyOf` beside `properties`) must leave room for the properties
-of those.
+The standard allows any others, and a weak model keeps inventing them until it runs out of tokens; schema authors do not
+mean that, and other servers close objects, too. A schema combined with others (`allOf`, or `$ref` or `anyOf` beside
+`properties`) must allow their properties.
 """
 
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref")
 
 
 def close_objects(root: dict[str, Any]) -> None:
-    """Add `additionalProperties: false` where it is missing and can be meant. Changes the schema."""
+    """Add `additionalProperties: false` where possible. Mutates the schema."""
     found: dict[int, dict[str, Any]] = {}
     is_open: set[int] = set()
     stack, seen = [(root, False)], set()
@@ -35,7 +34,7 @@ def close_objects(root: dict[str, Any]) -> None:
 
 
 def _names_all(schema: dict[str, Any]) -> bool:
-    """Whether an object's properties suffice: none that it must have is another one."""
+    """Whether all required properties are named."""
     named, required, least = schema.get("properties"), schema.get("required", ()), schema.get("minProperties", 0)
     if not isinstance(named, dict) or not isinstance(required, list | tuple) or not isinstance(least, int | float):
         return False
@@ -63,7 +62,7 @@ def _inside(schema: dict[str, Any]) -> Iterator[Any]:
 
 
 def _pointed_at(reference: str, root: dict[str, Any]) -> Any:
-    """What a JSON pointer into the schema means; None for anything else."""
+    """Resolve a JSON pointer into the schema; None for anything else."""
     if reference == "#":
         return root
     if not reference.startswith("#/"):

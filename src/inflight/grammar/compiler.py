@@ -1,10 +1,9 @@
 """`GrammarCompiler`: compiles a `StructuredOutput` into a matcher at its start.
 
-Decides how each kind is written as a grammar, how much a grammar may cost, and which matchers are cached. Knows nothing
-of sequences: the matchers that it returns belong to the caller.
+It writes each kind as a grammar, limits the cost of grammars, and caches matchers. Callers own the returned matchers.
 
-Text that must come next is not forced into the tokens that the tokenizer would choose (`no_forcing`): a mask allows
-every token that the grammar allows, and a special token is never generated for text that looks like it.
+Forced text is not restricted to the tokenizer's tokens (`no_forcing`): a mask has every token that the grammar allows,
+and a special token is never generated for text that looks like it.
 """
 
 import json
@@ -54,7 +53,7 @@ _STACK_BYTES = 2**29
 
 
 class GrammarCompiler:
-    """Compiles structured outputs and caches the latest ones. May be used by several threads.
+    """Compiles structured outputs and caches the latest ones. Thread-safe.
 
     Args:
         tokenizer: the model's.
@@ -66,7 +65,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
-        self._kept: OrderedDict[StructuredOutput, GrammarMatcher | str] = OrderedDict()  # or why it is refused
+        self._kept: OrderedDict[StructuredOutput, GrammarMatcher | str] = OrderedDict()  # or the refusal
         self._lock = Lock()
         self._late: list[Thread] = []
 
@@ -82,7 +81,7 @@ class GrammarCompiler:
             vocabulary = self._vocabulary
             self._late = [each for each in self._late if each.is_alive()]
             if len(self._late) >= MAX_LATE:
-                raise InvalidRequestError("structured outputs that take long are being compiled; try again later")
+                raise InvalidRequestError("slow structured outputs are being compiled; try again later")
         made = self._in_time(lambda: _build(output, vocabulary, opaque_tokens(self._tokenizer)))
         with self._lock:
             self._kept[output] = made
@@ -99,7 +98,7 @@ class GrammarCompiler:
         return kept.clone()
 
     def _in_time(self, work: Callable[[], GrammarMatcher]) -> GrammarMatcher | str:
-        """Run `work` in a thread with a deep stack; return its result, or why it refuses. Abandon a slow thread."""
+        """Run `work` in a thread with a deep stack; return its result or refusal. Abandons a slow thread."""
         future: Future[GrammarMatcher] = Future()
         thread = Thread(target=_settle, args=(future, work), name="inflight-grammar", daemon=True)
         with self._lock:  # the stack size applies to all threads that this process starts
@@ -137,7 +136,7 @@ def _build(output: StructuredOutput, vocabulary: Vocabulary, tokens: Mapping[str
     if warnings := inner.get_grammar_warnings():
         raise _refusal(output, warnings[0])
     matcher = GrammarMatcher(vocabulary, inner)
-    try:  # a grammar that allows no first token is refused now; the matcher keeps what this mask computed
+    try:  # refuses a grammar without a first token; the matcher caches this mask
         matcher.fill_mask(np.empty(vocabulary.num_words, dtype=np.int32))
     except GrammarError as error:
         raise _refusal(output, str(error)) from error
@@ -155,8 +154,8 @@ def _after(reasoning: Reasoning, is_free: bool, tokens: Mapping[str, int]) -> li
     """Return the rules for reasoning and what follows it.
 
     Args:
-        is_free: whether what follows is any text; then it must not begin as reasoning does.
-        tokens: the ids of marks that are single tokens to grammars.
+        is_free: whether free text follows; it must not begin like reasoning.
+        tokens: the ids of single-token markers.
 
     Raises `InvalidRequestError` if the reasoning cannot be limited.
     """
@@ -216,7 +215,7 @@ def _literal(character: str) -> str:
 def _refusal(output: StructuredOutput, why: str) -> InvalidRequestError:
     if "oneOf" in why:
         why = "oneOf is accepted only where its alternatives plainly exclude each other; write anyOf"
-    if output.grammar is None:  # a position in the generated grammar, which the request's author never saw
+    if output.grammar is None:  # a position in the generated grammar is useless to the caller
         why = re.sub(r"^(at )?\d+\(\d+\): ", "", why).partition(" | start:")[0]
     return InvalidRequestError(f"{output.kind} cannot be enforced: {_one_line(why)}")
 

@@ -1,8 +1,8 @@
-"""`Constraints`: the sequences of an engine that must follow a grammar.
+"""`Constraints`: tracks an engine's sequences with a grammar.
 
-Decides when a sequence's matcher advances: when its next step begins, by the tokens that it has by then, and never by
-tokens of a discarded step. What follows a draft token is masked by a copy that has accepted it. Masks are computed in
-the background, between the plan of a step and their first use.
+A sequence's matcher advances when its next step begins, by its tokens so far, and never by tokens of a discarded step.
+Rows after a draft token are masked by a copy of the matcher that has accepted it. Masks are computed in the background,
+between the plan of a step and their first use.
 """
 
 import os
@@ -25,19 +25,19 @@ MAX_THREADS = 4
 
 @dataclass(frozen=True, slots=True)
 class RowMasks:
-    """Masks for some `rows` of a step's logits, while they are being computed."""
+    """Pending masks for some `rows` of a step's logits."""
 
     rows: list[int]
     handle: MaskHandle
 
     def result(self) -> TokenMasks:
-        """Wait for the masks and return them. The mask of a row whose grammar failed allows no token."""
+        """Wait for the masks. The mask of a row with a failed grammar allows no token."""
         return TokenMasks(self.rows, self.handle.result().words)
 
 
 @dataclass(slots=True)
 class _TrackedSequence:
-    """A sequence's matcher, and how many output tokens it has accepted."""
+    """A sequence's matcher, and the number of output tokens accepted."""
 
     matcher: GrammarMatcher
     num_tokens: int = 0
@@ -87,7 +87,7 @@ class Constraints:
             return self._compiler.compile(output)
         except (InvalidRequestError, KeyboardInterrupt, SystemExit):
             raise
-        except BaseException as error:  # the library's panics are not `Exception`s
+        except BaseException as error:  # the library's panics are `BaseException`s
             raise InvalidRequestError(f"the structured output cannot be compiled: {error!r}") from error
 
     def add(self, sequence_id: int, matcher: GrammarMatcher) -> None:
@@ -96,7 +96,7 @@ class Constraints:
             self._matchers[sequence_id] = _TrackedSequence(matcher.clone())
 
     def keep_only(self, is_unfinished: Callable[[int], bool]) -> None:
-        """Drop the matchers of sequences that have ended.
+        """Drop the matchers of finished sequences.
 
         Args:
             is_unfinished: whether the sequence of an id still waits or runs.
@@ -105,11 +105,11 @@ class Constraints:
             del self._matchers[sequence_id]
 
     def follows(self, sequence_id: int) -> bool:
-        """Whether this sequence has a grammar, and has begun."""
+        """Whether this sequence has a grammar and has begun."""
         return sequence_id in self._matchers
 
     def forced(self, sequence_id: int, output: Sequence[int]) -> list[int]:
-        """Return the tokens that a sequence's grammar leaves no choice about (see `GrammarMatcher.forced`).
+        """Return the tokens forced by a sequence's grammar (see `GrammarMatcher.forced`).
 
         Args:
             output: what the sequence has generated.
@@ -117,7 +117,7 @@ class Constraints:
         return self._at(sequence_id, output).forced()
 
     def num_allowed(self, sequence_id: int, output: Sequence[int], token_ids: Sequence[int]) -> int:
-        """Return how many of these tokens, from the first on, may follow a sequence's output."""
+        """Return how many of these tokens, from the first, may follow a sequence's output."""
         return self._at(sequence_id, output).num_allowed(token_ids)
 
     def _at(self, sequence_id: int, output: Sequence[int]) -> GrammarMatcher:
@@ -156,7 +156,7 @@ class Constraints:
         """Return why a sequence's mask in the latest step allows no token; None if its grammar did not fail.
 
         Args:
-            num_tokens: how many tokens the step gave it before.
+            num_tokens: its tokens from the step before the failure.
         """
         if self._pending is None or sequence_id not in self._sequence_ids:
             return None
@@ -169,8 +169,8 @@ class Constraints:
 
 
 def _states(matcher: GrammarMatcher, draft_token_ids: Sequence[int]) -> list[GrammarMatcher]:
-    """The matcher, and copies of it after each draft token, up to one that is not accepted: a mask may have allowed it
-    where the grammar reaches its limits. No row after that will count."""
+    """The matcher, and copies of it after each draft token, up to one that is not accepted (a mask may allow it where
+    the grammar reaches its limits). Later rows do not count."""
     states = [matcher]
     for token_id in draft_token_ids:
         states.append(states[-1].clone())

@@ -1,8 +1,8 @@
-"""What a JSON schema may contain: everything that can be enforced, and nothing that would be silently ignored.
+"""Checks JSON schemas: everything enforceable is accepted, and nothing is silently ignored.
 
-Decides which keywords are refused, by name and with their place; the grammar library refuses the rest of what it cannot
-do. By the standard, unknown keywords are annotations. Here that holds for keywords that are in no JSON Schema draft,
-but not for misspelt ones, nor for keywords of drafts that the library does not know.
+Unsupported keywords are refused by name and place; the grammar library refuses the rest. By the standard, unknown
+keywords are annotations. Here that holds only for keywords of no JSON Schema draft that are not misspellings of known
+ones.
 """
 
 import json
@@ -19,7 +19,7 @@ from inflight.grammar.closed_objects import close_objects
 # write spaces until it runs out of tokens.
 WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
 
-# Limits on what takes quadratic time, in compilation or in computing masks.
+# Limits on quadratic costs, in compilation or in computing masks.
 MAX_SCHEMAS = 5000
 MAX_OPTIONAL_PROPERTIES = 400
 MAX_PATTERN_PROPERTIES = 100
@@ -70,7 +70,7 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
     """Return the schema for the library. Raises `InvalidRequestError` if it is invalid or cannot be enforced.
 
     Args:
-        is_exact: whether objects may have properties besides those that they name, as the standard says.
+        is_exact: whether objects may have unnamed properties, as the standard says.
     """
     try:
         schema = json.loads(text, parse_constant=_refuse_constant)
@@ -107,7 +107,7 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
 
 
 def _simplify(schema: dict[str, Any]) -> None:
-    """Write what says nothing, or can be said otherwise, as the library takes it. Changes the schema."""
+    """Rewrite no-ops and synonyms in the library's form. Mutates the schema."""
     kinds = schema.get("type")
     if isinstance(schema.get("nullable"), bool) and schema.pop("nullable") and kinds is not None:  # OpenAPI's
         kinds = kinds if isinstance(kinds, list) else [kinds]
@@ -183,15 +183,15 @@ def _check_properties(place: str, schema: Mapping[str, Any]) -> None:
 
 
 def _check_bounds(bounds: Mapping[str, list[float]]) -> None:
-    """Refuse bounds for which the library would allow an excluded whole number: those with another bound less than 1
-    away. Bounds of different schemas may meet through `allOf` or `$ref`, so all are compared with each other."""
+    """Refuse bounds for which the library would allow an excluded integer: those with another bound less than 1 away.
+    Bounds of different schemas may combine through `allOf` or `$ref`, so all pairs are compared."""
     for excluded, others, sign in (
         ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1),
         ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1),
     ):
         whole = {number for number in bounds[excluded] if number == number // 1}
         for other, number in [(name, number) for name in others for number in bounds[name]]:
-            near = (number // 1 if sign > 0 else -(-number // 1)) + 0  # the whole number beyond it; no -0
+            near = (number // 1 if sign > 0 else -(-number // 1)) + 0  # the integer beyond it; no -0
             if number != near and near in whole:
                 raise InvalidRequestError(
                     f"json_schema has {excluded} {near:g} and {other} {number:g}, which cannot be enforced together"

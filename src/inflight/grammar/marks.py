@@ -1,6 +1,6 @@
-"""Marks in grammars: text for which a vocabulary may have tokens of its own, and which grammars take for no text.
+"""Markers in grammars: text that may be single tokens, which grammars do not treat as text.
 
-Decides how a mark is written, so that its tokens can be generated where it must come.
+Writes markers so that their tokens can be generated.
 """
 
 import json
@@ -11,8 +11,8 @@ from inflight.text.tokenizer import Tokenizer
 
 
 def opaque_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
-    """Return the ids of added tokens that grammars take for tokens without text, by their text: special tokens, and all
-    that look like `<this>`."""
+    """Return the ids of added tokens that grammars treat as having no text, by their text: special tokens, and all that
+    look like `<this>`."""
     return {
         token.content: token_id
         for token_id, token in tokenizer.inner.added_tokens_decoder.items()
@@ -21,7 +21,7 @@ def opaque_tokens(tokenizer: Tokenizer) -> Mapping[str, int]:
 
 
 def pieces_of(mark: str, tokens: Mapping[str, int]) -> list[str | int]:
-    """Divide a mark into text and the ids of tokens that `opaque_tokens` has found; longer tokens first."""
+    """Divide a marker into text and ids of `opaque_tokens`, longer tokens first."""
     if not tokens:
         return [mark] if mark else []
     known = "|".join(map(re.escape, sorted(tokens, key=len, reverse=True)))
@@ -35,5 +35,5 @@ def written_mark(mark: str, tokens: Mapping[str, int]) -> str:
 
 def quoted(text: str) -> str:
     """Return a string in Lark's notation, which is JSON's; an empty string becomes nothing."""
-    # "::=" would be taken to mean that the grammar is in another notation.
+    # "::=" would mark the grammar as GBNF.
     return json.dumps(text, ensure_ascii=False).replace("::=", ":\\u003a=") if text else ""

@@ -1,7 +1,6 @@
 """`MaskWorker`: computes a step's masks while its forward pass runs.
 
-Decides where that happens: in the library's threads, started from one thread of ours that sleeps in between. Does not
-know which row of the logits a mask is for.
+The library's threads compute, started from one thread of ours.
 """
 
 from collections.abc import Sequence
@@ -21,8 +20,8 @@ class StepMasks:
     """The masks of a step's constrained sequences, in the order of their matchers.
 
     Attributes:
-        words: int32 `[rows, ceil(V / 32)]`, one bit for each token that may come next, the lowest first.
-        errors: errors by row; such a row allows no token, and its error concerns only its own sequence.
+        words: int32 `[rows, ceil(V / 32)]`, one bit for each allowed token, the lowest first.
+        errors: errors by row; such a row allows no token, and affects only its own sequence.
     """
 
     words: Words
@@ -38,7 +37,7 @@ class MaskWorker:
 
     Args:
         vocab_size: the width of the logits, V.
-        num_threads: how many masks are computed at a time.
+        num_threads: the number of concurrent masks.
     """
 
     def __init__(self, vocab_size: int, num_threads: int) -> None:
@@ -47,7 +46,7 @@ class MaskWorker:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="inflight-masks")
 
     def start(self, matchers: Sequence[GrammarMatcher]) -> MaskHandle:
-        """Start computing. Each matcher may appear only once, and must not be used until the result is there."""
+        """Start computing. Each matcher may appear only once, and must not be used until the result is ready."""
         return self._thread.submit(self._compute, list(matchers))
 
     def stop(self) -> None:
@@ -58,7 +57,7 @@ class MaskWorker:
         words = np.empty((len(matchers), self._num_words), dtype=np.int32)
         try:
             errors = fill_masks(matchers, words, self._executor)
-        except BaseException as failure:  # the library's panics are not `Exception`s; other sequences must go on
+        except BaseException as failure:  # the library's panics are `BaseException`s; other sequences must continue
             words[:] = 0
             errors = [GrammarError(f"the masks could not be computed: {failure!r}")] * len(matchers)
         return StepMasks(words, {row: error for row, error in enumerate(errors) if error is not None})

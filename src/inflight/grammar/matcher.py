@@ -1,7 +1,7 @@
-"""`GrammarMatcher`: the state of one sequence in its grammar, and which tokens may come next.
+"""`GrammarMatcher`: the state of one sequence in its grammar.
 
-Decides what ends a sequence: EOS may be chosen exactly where the grammar may end, whatever ids the model has for it.
-Knows neither the request nor the current step.
+EOS, with any of the model's ids, is allowed exactly where the grammar may end. Knows neither the request nor the
+current step.
 """
 
 from collections.abc import Sequence
@@ -15,14 +15,14 @@ from inflight.grammar.vocabulary import Vocabulary, Words
 
 
 class GrammarError(RuntimeError):
-    """A sequence's grammar cannot be followed any further: it became too complex, or no token may come next."""
+    """A sequence's grammar became too complex, or allows no next token."""
 
 
 class GrammarMatcher:
-    """Follows one sequence's output through its grammar. Not thread-safe.
+    """Tracks one sequence's output in its grammar. Not thread-safe.
 
-    What only looks ahead (`num_allowed`, `forced`) asks a copy, which takes microseconds: the library's answers may
-    leave its state changed, and even failed.
+    Lookahead (`num_allowed`, `forced`) uses a copy, which takes microseconds: the library's queries may change its
+    state, or even make it fail.
     """
 
     def __init__(self, vocabulary: Vocabulary, matcher: LLMatcher) -> None:
@@ -37,7 +37,7 @@ class GrammarMatcher:
         return proxy
 
     def accept(self, token_id: int) -> bool:
-        """Advance by one token; return False, and do nothing, if the grammar does not allow it here.
+        """Advance by one token; return False, without effect, if the grammar does not allow it.
 
         Also returns False if the grammar cannot be followed any further; the next mask says why."""
         if self._is_ended:
@@ -48,15 +48,15 @@ class GrammarMatcher:
         return self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first on, the grammar allows next, EOS excluded; nothing advances."""
+        """How many of these tokens, from the first, the grammar allows next, without EOS; does not advance."""
         if self._is_ended:
             return 0
         known = list(takewhile(self._vocabulary.has, token_ids))
         return self._matcher.deep_copy().validate_tokens(known) if known else 0
 
     def forced(self) -> list[int]:
-        """The text that must come next, if there is only one, in tokens as a tokenizer divides it; nothing advances.
-        Other tokens that spell the same text are allowed, too."""
+        """The forced next text, if any, as the tokenizer splits it; does not advance. Other tokens that spell the same
+        text are also allowed."""
         if self._is_ended or self._matcher.is_stopped():
             return []
         matcher = self._matcher.deep_copy()
@@ -71,11 +71,12 @@ class GrammarMatcher:
 
     @property
     def is_finished(self) -> bool:
-        """Whether only EOS may follow, or EOS was accepted. It needs no mask, so it may become True one token late."""
+        """Whether only EOS may follow, or EOS was accepted. Computed without a mask, so it may become True one token
+        late."""
         return self._is_ended or (self._matcher.is_stopped() and not self._matcher.is_error())
 
     def fill_mask(self, into: Words) -> None:
-        """Write which tokens may come next into int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
+        """Write the mask of allowed tokens into int32 words `[ceil(V / 32)]`. Raises `GrammarError`."""
         mask = np.empty(self._vocabulary.num_table_words, dtype=np.int32)
         self._matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         error = self._narrow(mask, into)

@@ -1,8 +1,7 @@
-"""A process without what the garbage collector does in vain: it would go through the million objects of torch and
-`transformers`, of which none is garbage, for a quarter to half a second each time: at the start, at the end, and under
-load again and again.
+"""Avoids useless garbage collections: scanning the million live objects of torch and `transformers` takes a quarter to
+half a second each time: at the start, at exit, and repeatedly under load.
 
-And objects whose end takes locks: the garbage collector comes at any line, in a thread that may hold the same ones.
+Also finalizers that take locks: the garbage collector may run at any line, in a thread that holds the same ones.
 """
 
 import atexit
@@ -23,14 +22,13 @@ THRESHOLDS = 20_000, 20, 20
 
 @contextmanager
 def garbage_collection_paused() -> Iterator[None]:
-    """For imports: inside, the garbage collector rests, and afterwards all that is there counts as old, so that it is
-    not gone through soon."""
+    """For imports: disables the garbage collector in the block, and then moves all objects to the oldest generation."""
     was_enabled, any_frozen = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     try:
         yield
     finally:
-        if not any_frozen:  # there and back again is the way to the oldest generation
+        if not any_frozen:  # freezing and unfreezing moves objects to the oldest generation
             gc.freeze()
             gc.unfreeze()
         if was_enabled:
@@ -38,20 +36,20 @@ def garbage_collection_paused() -> Iterator[None]:
 
 
 def freeze_loaded_objects() -> None:
-    """For a process of our own, once everything is loaded: the garbage collector never looks at it again, and comes
-    less often. Under load a thousand requests are alive, and next to nothing in them is garbage that needs it."""
+    """For our own processes, after loading: excludes loaded objects from collection, and makes collections rarer. Under
+    load a thousand requests are alive, with hardly any cyclic garbage."""
     gc.freeze()
     gc.set_threshold(*THRESHOLDS)
 
 
 def exit_without_garbage_collection() -> None:
-    """For the end of a process: the interpreter collects once more before it ends, and now finds nothing to look at."""
+    """For process exit: makes the interpreter's final collection trivial."""
     gc.freeze()
 
 
 def call_after(owner: object, function: Callable[[], object]) -> None:
-    """Call a function soon after an object is gone, or at the end of the process. It may take locks and wait: a thread
-    that does nothing else calls it, or at the end the main thread, when nothing is collected any more."""
+    """Call a function soon after an object is collected, or at process exit. It may take locks and block: a dedicated
+    thread calls it, or at exit the main thread, when collections have ended."""
     weakref.finalize(owner, call_soon, function)
     _start_thread()
 
@@ -61,8 +59,8 @@ _is_ending = False
 
 
 def call_soon(function: Callable[[], object]) -> None:
-    """Call a function in a thread that does nothing else, or at once if the process is ending. Takes no lock that the
-    calling thread could hold, so the garbage collector may call it."""
+    """Call a function in a dedicated thread, or at once at process exit. Takes no lock that the calling thread could
+    hold, so the garbage collector may call it."""
     _start_thread()
     if _is_ending:
         function()
@@ -89,5 +87,5 @@ def _call() -> None:
         try:
             function()
         except Exception:
-            logger.exception("the end of something that is gone failed")
+            logger.exception("a finalizer failed")
         del function  # with what it refers to

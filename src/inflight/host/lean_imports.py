@@ -1,7 +1,7 @@
-"""Processes of ours that do without the parts of torch and transformers that only compiling and distributed training
-need: to import them takes longer than all that we need of transformers.
+"""Skips the parts of torch and transformers for compiling and distributed training in our own processes: importing them
+takes longer than everything we need of transformers.
 
-Only for processes that run nothing but inflight: the command line, and an engine beside its callers.
+Only for processes that run only inflight: the command line, and an engine's process.
 """
 
 import functools
@@ -16,7 +16,7 @@ from typing import Any
 
 
 def _unchanged(function: Any = None, *args: Any, **options: Any) -> Any:
-    """What a decorator is that leaves functions alone, with or without options."""
+    """A no-op decorator, with or without options."""
     return _unchanged if function is None else function
 
 
@@ -51,7 +51,7 @@ FOR_NUMBERS: dict[str, Callable[..., Any]] = {
     "sym_eq": operator.eq,
     "sym_or": lambda *conditions: any(conditions),
 }
-"""What functions of `SYMBOLIC` return for plain numbers: all that a tensor without data asks of them."""
+"""The functions of `SYMBOLIC` for plain numbers, as needed by meta tensors."""
 DEFERRED: dict[str, dict[str, Any]] = {
     "torch._dynamo": {
         "disable": _unchanged,
@@ -68,14 +68,14 @@ DEFERRED: dict[str, dict[str, Any]] = {
     "sympy": {"Basic": type("Basic", (), {})},
     SYMBOLIC: {name: _unless_symbolic(name, answer) for name, answer in FOR_NUMBERS.items()},
 }
-"""What is asked of these modules where nothing is compiled, distributed or symbolic."""
+"""The attributes of these modules that are used without compiling, distribution and symbolic shapes."""
 LIGHT_PARTS = ("torch._dynamo.config", "torch._dynamo._trace_wrapped_higher_order_op")
-"""Parts of them that need no other."""
+"""Submodules without dependencies."""
 AVAILABILITY = "transformers.utils.import_utils"
 
 
 def import_leanly() -> None:
-    """Leave these modules out from now on. Whatever asks one of them for more gets it."""
+    """Defer these modules. Accessing any other attribute loads them."""
     if "torch" not in sys.modules:
         sys.meta_path.insert(0, _Finder())
 
@@ -109,8 +109,8 @@ class _Wrapped(Loader):
 
 
 class _LeanAvailability(_Wrapped):
-    """Loads the module in which `transformers` asks what there is: nothing is distributed, and what each of its
-    thousands of files exports is read once, from the line that says so."""
+    """Loads `transformers`' availability module: distributed support is off, and each file's exports are read once,
+    from its `__all__` line."""
 
     def exec_module(self, module: ModuleType) -> None:
         self.loader.exec_module(module)
@@ -130,7 +130,7 @@ class _Deferring(_Wrapped):
 
 
 class _DeferredModule(ModuleType):
-    """A module that runs when it is asked for more than `DEFERRED` has of it."""
+    """A module that runs on access to attributes beyond `DEFERRED`."""
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") or not _complete(self):
@@ -145,7 +145,7 @@ def _complete(module: ModuleType) -> bool:
     module.__loader__ = module.__spec__.loader = module.__loader__.loader
     for part in DEFERRED:
         if part.startswith(f"{module.__name__}."):
-            sys.modules.pop(part, None)  # to be imported as it is
+            sys.modules.pop(part, None)  # imported normally
     parent = sys.modules.get(module.__name__.rpartition(".")[0])
     if isinstance(parent, _DeferredModule):
         _complete(parent)

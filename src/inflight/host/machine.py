@@ -1,5 +1,4 @@
-"""What this process may use of its machine: physical cores, to which memory they are close, and how much memory; and
-how several processes share the cores."""
+"""The resources of this process: physical cores, NUMA nodes and memory; and their partition among processes."""
 
 import os
 import sys
@@ -16,12 +15,12 @@ SYSTEM = Path("/")
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where one of several processes computes.
+    """The placement of one of several processes.
 
     Attributes:
         node: its NUMA node.
-        cpus: the CPUs that it may use: all hardware threads of its cores.
-        num_threads: how many threads compute its steps, unless its options say so.
+        cpus: its CPUs: all hardware threads of its cores.
+        num_threads: its compute threads, unless configured.
     """
 
     node: int
@@ -30,13 +29,12 @@ class Placement:
 
 
 def usable_cores(system: Path = SYSTEM) -> int:
-    """How many threads can compute at a time: one on each physical core on which this process may run, and no more than
-    its quota of CPU time lets run all the time."""
+    """The number of useful compute threads: one per usable physical core, limited by the CPU quota."""
     return max(1, int(min(sum(map(len, cores_of_nodes(system).values())), _quota(system))))
 
 
 def cores_of_nodes(system: Path = SYSTEM) -> dict[int, list[list[int]]]:
-    """The physical cores on which this process may run, by NUMA node; of each, the CPUs (its hardware threads)."""
+    """This process's physical cores by NUMA node, each as its CPUs (hardware threads)."""
     cpus = os.sched_getaffinity(0) if sys.platform == "linux" else range(os.cpu_count() or 1)
     cores: defaultdict[tuple[int, str], list[int]] = defaultdict(list)
     for cpu in sorted(cpus):
@@ -49,7 +47,7 @@ def cores_of_nodes(system: Path = SYSTEM) -> dict[int, list[list[int]]]:
 
 
 def usable_memory(system: Path = SYSTEM) -> int:
-    """Bytes of memory that this process may use: the machine's, or what its container is given."""
+    """Bytes of memory that this process may use: the machine's or the container's."""
     memory = 8 * 2**30
     if hasattr(os, "sysconf") and "SC_PHYS_PAGES" in os.sysconf_names:
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -58,7 +56,7 @@ def usable_memory(system: Path = SYSTEM) -> int:
 
 
 def free_memory(system: Path = SYSTEM) -> int:
-    """Bytes of memory that are unused now, of those that this process may use; where the system does not say, all."""
+    """Bytes of usable memory that are free; all, where unknown."""
     usable = free = usable_memory(system)
     for line in (_text(system / "proc/meminfo") or "").splitlines():
         if line.startswith("MemAvailable:"):
@@ -66,20 +64,20 @@ def free_memory(system: Path = SYSTEM) -> int:
     group = system / "sys/fs/cgroup"
     if (_text(group / "memory.max") or "").isdigit() and (_text(group / "memory.current") or "").isdigit():
         statistics = dict(line.split() for line in (_text(group / "memory.stat") or "").splitlines())
-        cached = int(statistics.get("inactive_file", 0))  # of files, and given up when it is needed
+        cached = int(statistics.get("inactive_file", 0))  # page cache, reclaimable
         free = min(free, usable - int(_text(group / "memory.current") or 0) + cached)
     return max(0, free)
 
 
 def resident_bytes(system: Path = SYSTEM) -> int:
-    """Bytes of memory that this process has now; 0 where the system does not say."""
+    """Resident bytes of this process; 0 where unknown."""
     pages = (_text(system / "proc/self/statm") or "").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if len(pages) > 1 else 0
 
 
 def place(number: int, system: Path = SYSTEM) -> list[Placement]:
-    """Places for `number` processes. They share no core while there is one for each, and none spans two NUMA nodes:
-    what it reads then lies in memory that is close to it."""
+    """Placements of `number` processes. They share no core while there is one for each, and none spans NUMA nodes, so
+    that their memory is local."""
     nodes = cores_of_nodes(system)
     on_node = dict.fromkeys(nodes, int(number >= len(nodes)))
     for _ in range(number - sum(on_node.values())):
@@ -93,7 +91,7 @@ def place(number: int, system: Path = SYSTEM) -> list[Placement]:
 
 
 def _shares(cores: list[list[int]], number: int) -> list[list[list[int]]]:
-    """Neighbouring cores for each of `number` processes; single ones, several times, if there are too few."""
+    """Adjacent cores for each of `number` processes; repeated single ones if there are too few."""
     if number > len(cores):
         return [[cores[each % len(cores)]] for each in range(number)]
     bounds = [each * len(cores) // number for each in range(number + 1)] if number else []
@@ -107,7 +105,7 @@ def _node(folder: Path) -> int:
 
 
 def _quota(system: Path) -> float:
-    """How many CPUs' time the control groups of this process may use: the least of all from its own up."""
+    """The CPU quota of this process's control groups: the least of all from its own up."""
     least = inf
     for line in (_text(system / "proc/self/cgroup") or "").splitlines():
         _, _, rest = line.partition(":")

@@ -1,4 +1,4 @@
-"""Processes of ours that run a module and speak through their standard streams."""
+"""Python child processes that communicate through their standard streams."""
 
 import os
 import signal
@@ -9,16 +9,15 @@ from contextlib import suppress
 from typing import BinaryIO
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
-"""Environment of such a process, unless its caller sets it: torch's own threads, which compute what our kernels do not,
-soon leave the cores to other processes and to our threads. (Where they sleep at once, a model that runs mostly through
-torch's operators is slower by a quarter on a quiet machine.)"""
+"""The default environment: torch's own threads, which run other operators than our kernels, stop spinning soon. (If
+they sleep at once, a model that runs mostly torch's operators is a quarter slower on an idle machine.)"""
 
 
 def started(module: str, files: Collection[int] = ()) -> "subprocess.Popen[bytes]":
-    """Start `python -m module`, which finds modules where this process does and inherits these files.
+    """Start `python -m module`, with this process's module path, inheriting these files.
 
-    It has a session of its own, so that an interrupt from the terminal does not end it. No other process has the write
-    end of its standard input, so that ends as soon as this process does.
+    It has its own session, so that an interrupt from the terminal does not end it. No other process has the write end
+    of its standard input, which thus ends with this process.
     """
     return subprocess.Popen(
         [sys.executable, "-P", "-m", module],

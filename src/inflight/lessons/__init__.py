@@ -1,4 +1,4 @@
-"""What continuous batching replaces, kept runnable: a ladder of rungs, each one idea further than the one before.
+"""Simpler batching methods, kept runnable: a ladder of rungs, each adding one idea.
 
 1. `static_batching`: waves of requests, each as long as its longest request.
 2. `padded_batching`: finished rows leave and new ones are merged into a rectangular batch, at the price of padding.

@@ -1,4 +1,4 @@
-"""The methods that are compared: every rung of the ladder, on the same weights, with the same signature."""
+"""The methods compared: every rung of the ladder, on the same weights, with the same signature."""
 
 import time
 from collections.abc import Mapping, Sequence
@@ -27,8 +27,8 @@ class Setting:
 
     Args:
         source: hub id, folder, or a loaded model.
-        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. There are no draft tokens, so that
-            steps can be compared.
+        config: the engine's; its `max_num_seqs` is the number of slots of all rungs. Speculation is off, so that steps
+            can be compared.
     """
 
     def __init__(self, source: ModelSource, config: EngineConfig) -> None:
@@ -55,12 +55,12 @@ def warm_up(methods: Mapping[str, Method], requests: Sequence[LessonRequest]) ->
 
 
 SPARE = 1.5
-"""How many times as long as measured a pass may take later."""
+"""A safety factor of measured times."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How long a step of all slots, and a token of a prompt, take a plain model here, in seconds."""
+    """The reference's time of a step of all slots, and of a prompt token, in seconds."""
 
     step: float
     prompt_token: float
@@ -72,8 +72,8 @@ class Pace:
         return cls(SPARE * _seconds_of(model, num_slots, 1), SPARE * prompt / num_prompt_tokens)
 
     def seconds(self, requests: Sequence[LessonRequest], num_slots: int) -> float:
-        """About how long a method takes for these requests: between waves, which run for their longest request, and
-        slots that are never empty."""
+        """Estimate a method's time for these requests: between waves, which run for their longest request, and always
+        full slots."""
         lengths = [request.max_new_tokens for request in requests]
         in_waves = sum(max(lengths[first : first + num_slots]) for first in range(0, len(lengths), num_slots))
         num_steps = (in_waves + max(max(lengths), sum(lengths) / num_slots)) / 2
@@ -82,7 +82,7 @@ class Pace:
 
 @torch.inference_mode()
 def _seconds_of(model: PreTrainedModel, num_rows: int, num_tokens: int) -> float:
-    """Of a forward pass, the better of two."""
+    """The seconds of a forward pass, the better of two."""
     tokens = torch.zeros(num_rows, num_tokens, dtype=torch.int64, device=model.device)
     seconds = []
     for _ in range(2):

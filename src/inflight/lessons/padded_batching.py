@@ -2,7 +2,7 @@
 
 The batch stays a rectangle. `filter_batch` drops rows that are done (and the columns that only they needed);
 `merge_batches` joins a freshly prefilled batch to the running one, padding the one with the shorter past. So no request
-waits for the longest any more, but every row pays for the longest past, and a prefill stops all other rows.
+waits for the longest, but every row pays for the longest past, and a prefill stalls all other rows.
 """
 
 from collections import deque

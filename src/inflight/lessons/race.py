@@ -49,9 +49,9 @@ class Race:
         return {name: sum(a != b for a, b in zip(self.runs[name].token_ids, expected, strict=True)) for name in others}
 
     def __rich__(self) -> RenderableType:
-        return Group(*self.timelines, legend(), "", scores_table(self.scores), "", self._verdict())
+        return Group(*self.timelines, legend(), "", scores_table(self.scores), "", self._comparison())
 
-    def _verdict(self) -> str:
+    def _comparison(self) -> str:
         if len(self.runs) == 1:
             return ""
         differing = {name: count for name, count in self.differing.items() if count}

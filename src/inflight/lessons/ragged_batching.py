@@ -1,7 +1,7 @@
 """Rung 3, ragged batching: each step picks the requests to run, and all their tokens go through as one row.
 
-There is no rectangle and no padding: the tokens that each sequence owes (a whole prompt, or the last token) are laid
-end to end, each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps
+There is no rectangle and no padding: each sequence's uncomputed tokens (a whole prompt, or the last token) are
+concatenated, each with its own position. Keys and values of the past are laid end to end as well, and a mask keeps
 sequences apart: block-diagonal (a token sees only its own sequence) and causal. A prefill shares a forward pass with
 the decodes of other requests. One waste remains: each step joins all pasts and splits them again, which paging avoids.
 """

@@ -1,4 +1,4 @@
-"""What all rungs share: their requests, and the account that they keep of their steps."""
+"""Shared by all rungs: requests, and the account of their steps."""
 
 import time
 from collections import deque
@@ -35,7 +35,7 @@ class Answer:
 
 
 class Options(TypedDict, total=False):
-    """What each rung passes on to its `Run`, which says what it means."""
+    """Options that each rung passes to its `Run`."""
 
     eos_token_ids: Sequence[int]
     log: Callable[[str], None] | None
@@ -95,7 +95,7 @@ class Run:
         return taken
 
     def wait(self) -> None:
-        """Record a step in which there was nothing to do."""
+        """Record an idle step."""
         self._step({})
 
     def admit(self, request: int, slot: int) -> None:

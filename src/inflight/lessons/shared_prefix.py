@@ -29,7 +29,7 @@ def generate_many(
     n_prefix_chunks: int,
     **options: Unpack[Options],
 ) -> Run:
-    """Group requests by their first `n_prefix_chunks` chunks, and generates each group as one batch."""
+    """Group requests by their first `n_prefix_chunks` chunks, and generate each group as one batch."""
     account = Run(requests, **options)
     prompts = [each.prompt_token_ids for each in requests]
     for group in group_by_prefix(prompts, n_prefix_chunks).values():

@@ -1,4 +1,4 @@
-"""Measures what iteration-level scheduling gains: each rung against static waves, same weights, alternating rounds.
+"""Measures the gain of iteration-level scheduling: each rung against static waves, same weights, alternating rounds.
 
 The workload is the classic one: most requests are short and every eighth is long, so each static wave of eight waits
 for one request. Besides seconds it reports steps, which do not depend on the machine.
@@ -33,7 +33,7 @@ SECONDS_TO_SAVE = 60.0
 NUM_PREFIX_TOKENS, NUM_SUFFIX_TOKENS, NUM_SHARED_NEW_TOKENS = 512, 16, 32
 
 Advance: TypeAlias = Callable[[int], None]
-"""Is told of generated tokens as they are made."""
+"""Called with generated tokens."""
 
 Contestant: TypeAlias = Callable[[Advance], tuple[int, list[list[int]]]]
 """Runs all requests once; returns the number of forward passes, and the tokens of each request."""
@@ -90,8 +90,8 @@ SIZES = ((3, 32), (1, 32), (1, 16), (1, 8))
 def size_for(
     model: PreTrainedModel, max_seconds: float, rounds: int | None = None, requests: int | None = None
 ) -> tuple[int, int, float]:
-    """Rounds and requests, as asked or else the best that take no longer than `max_seconds`, and the seconds that they
-    take: estimated from how long a wave's step and a prompt take here."""
+    """Rounds and requests, as given or the best within `max_seconds`, and their estimated seconds, from the measured
+    pace."""
     pace = Pace.measure(model, NUM_SLOTS, NUM_PREFIX_TOKENS + NUM_SUFFIX_TOKENS)
 
     def seconds(rounds: int, requests: int) -> float:
@@ -111,7 +111,7 @@ class Comparison:
 
     Attributes:
         num_tokens: tokens that one method generates in one round.
-        prepare: what is done before a method's run, and not measured.
+        prepare: unmeasured preparation before a method's run.
     """
 
     contestants: Mapping[str, Contestant]
@@ -151,7 +151,7 @@ def compare_shared_prefix(model: PreTrainedModel, num_requests: int) -> Comparis
 
 
 class _PrefixEngine:
-    """An engine that is made to know a prefix, or nothing."""
+    """An engine whose cache has a prefix, or is empty."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, prefix: Sequence[int]) -> None:
         self.engine, self._prefix = Engine(model, config), prefix
@@ -159,24 +159,24 @@ class _PrefixEngine:
         warm_up({"engine": self.run}, [LessonRequest(prefix, 2)] * 2)
 
     def forget(self) -> None:
-        """Know nothing."""
+        """Empty the cache."""
         self.engine.scheduler.block_pool.forget_all()
 
     def know_prefix(self) -> None:
-        """Know the prefix, and nothing else."""
+        """Cache only the prefix."""
         self.forget()
         self.run([LessonRequest([*self._prefix, 0], 1)])
 
 
 class _StoringEngine(_PrefixEngine):
-    """An engine with a folder for prefixes, which goes with it."""
+    """An engine with a temporary prefix store."""
 
     def __init__(self, model: PreTrainedModel, config: EngineConfig, prefix: Sequence[int]) -> None:
         self._folder = TemporaryDirectory(prefix="inflight-prefixes-", ignore_cleanup_errors=True)
         super().__init__(model, config.replace(prefix_cache_dir=self._folder.name), prefix)
 
     def leave_prefix(self) -> None:
-        """Leave the prefix in the folder, and know nothing."""
+        """Keep the prefix only in the store."""
         self.forget()
         for holding in stored_fingerprints(Path(self._folder.name)):
             clear(holding, math.inf)

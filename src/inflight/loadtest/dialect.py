@@ -1,8 +1,8 @@
-"""`Dialect`: which request fields a server accepts, found out by probing it; writes request bodies accordingly.
+"""`Dialect`: the request fields that a server accepts, found by probing; writes request bodies accordingly.
 
-Decides the body of a request. Servers differ in three things: whether a prompt may be token ids, whether a request may
-continue past the model's end tokens (`ignore_eos`), and whether it may ask for token counts (`stream_options`). Some
-servers refuse what they do not know; others ignore it, which the report shows as fewer tokens than requested.
+Servers differ in three things: prompts as token ids, continuing past EOS (`ignore_eos`), and token counts
+(`stream_options`). Some servers refuse unknown fields; others ignore them, which the report shows as fewer tokens than
+requested.
 """
 
 import asyncio
@@ -25,12 +25,12 @@ VOCAB_SIZES = (20_000, 1_500)
 """The probe tries token ids below the first of these, then below the second; few vocabularies are smaller."""
 
 FINAL_STATUSES = (401, 403, 404, 429, 503)
-"""Statuses that no other request body would change."""
+"""Statuses independent of the request body."""
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """The endpoint under test, and what all requests have in common.
+    """The endpoint under test, and common fields of all requests.
 
     Attributes:
         model: the model's name on the server.
@@ -49,7 +49,7 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """What a server accepts.
+    """A server's accepted fields.
 
     Attributes:
         vocab_size: token ids below this; None: text only.

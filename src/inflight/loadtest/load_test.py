@@ -83,7 +83,7 @@ WARMUP_TOKENS = 16
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadPlan:
-    """What to send, and when.
+    """The plan of a load test.
 
     Attributes:
         sketches: the requests; those without an arrival time get one.
@@ -151,7 +151,7 @@ async def load_test(
     """Find out what the server accepts, send the planned requests, and measure.
 
     Args:
-        say: receives lines that a reader of the report should know.
+        say: receives notes for readers of the report.
         watch: receives the progress of the run, unless several processes send it.
 
     Raises:
@@ -200,7 +200,7 @@ async def load_test(
 
 
 def _requests(plan: LoadPlan, target: Target, dialect: Dialect) -> list[LoadRequest]:
-    """Return all requests in order of arrival, fully encoded, so that nothing is left to do when they are due."""
+    """Return all requests in order of arrival, fully encoded ahead of time."""
     prompts = write_prompts(
         plan.sketches,
         num_prefix_tokens=plan.num_prefix_tokens,
@@ -244,9 +244,9 @@ def _say_what_differs(dialect: Dialect, plan: LoadPlan, target: Target, say: Cal
         what = "words: it takes no token ids" if dialect.vocab_size is None else f"token ids below {dialect.vocab_size}"
         say(f"the server gets prompts of {what}")
     if not dialect.takes_ignore_eos:
-        say("the server does not take ignore_eos: answers may be shorter than asked for")
+        say("the server does not take ignore_eos: answers may be shorter than requested")
     if not dialect.takes_stream_options:
-        say("the server does not take stream_options: unless it counts tokens all the same, chunks are counted")
+        say("the server does not take stream_options: chunks are counted, unless it counts tokens anyway")
 
 
 def as_rows(records: Sequence[RequestRecord]) -> list[dict[str, object]]:

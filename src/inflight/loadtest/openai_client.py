@@ -1,8 +1,7 @@
 """A client of OpenAI-compatible servers: lists models, and sends requests whose answers are streamed.
 
-Decides how an event stream is cut into chunks and how failures are put into one line. Knows neither what is asked nor
-what the answers are for. It decodes only the needed parts of a chunk, so a thousand streams at once cost little of one
-core.
+Splits event streams into chunks, and reports failures in one line. It decodes only the needed parts of a chunk, so a
+thousand streams at once cost little of one core.
 """
 
 from collections.abc import AsyncGenerator, Iterator
@@ -17,7 +16,7 @@ MAX_REASON = 200
 
 
 class ServerError(Exception):
-    """A server could not be reached, refused, or broke off its answer; the message says which, in one line.
+    """A server could not be reached, refused, or aborted its answer; the message says which, in one line.
 
     Attributes:
         status: the HTTP status, if the answer's status was the error.
@@ -29,7 +28,7 @@ class ServerError(Exception):
 
 
 class Delta(msgspec.Struct):
-    """What a chunk adds to a chat's message. For a model's reasoning, servers use one of two names."""
+    """A delta of a chat's message. For reasoning, servers use one of two names."""
 
     content: str | None = None
     reasoning_content: str | None = None
@@ -38,7 +37,7 @@ class Delta(msgspec.Struct):
 
 
 class Choice(msgspec.Struct):
-    """What a chunk adds to one of the answers."""
+    """A delta of one of the answers."""
 
     text: str | None = None
     delta: Delta | None = None
@@ -62,12 +61,12 @@ class Chunk(msgspec.Struct):
 
     @property
     def text(self) -> str:
-        """What the chunk adds to the answer."""
+        """The delta of the answer."""
         return "".join(each.text or (each.delta and each.delta.content) or "" for each in self.choices or ())
 
     @property
     def reasoning(self) -> str:
-        """What the chunk adds to the model's reasoning before the answer."""
+        """The delta of the reasoning."""
         deltas = [each.delta for each in self.choices or () if each.delta is not None]
         return "".join(delta.reasoning_content or delta.reasoning or "" for delta in deltas)
 
@@ -227,7 +226,7 @@ def _failures_in_one_line() -> Iterator[None]:
     except aiohttp.ClientConnectorError as error:
         raise ServerError(f"cannot connect: {error.strerror or error}") from None
     except aiohttp.ClientPayloadError:
-        raise ServerError("the connection broke off in the middle of the answer") from None
+        raise ServerError("the connection broke during the answer") from None
     except (aiohttp.ServerDisconnectedError, ConnectionError):
         raise ServerError("the server closed the connection without an answer") from None
     except aiohttp.ClientOSError as error:

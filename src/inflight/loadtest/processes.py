@@ -1,4 +1,4 @@
-"""`run_in_processes`: one run, sent by several processes, for loads that keep a single one too busy to be on time.
+"""`run_in_processes`: one run sent by several processes, for loads beyond a single one.
 
 Decides only who sends which request. All processes begin at the same moment of the machine's monotonic clock, so their
 records can be put together.
@@ -17,18 +17,18 @@ from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.runner import LoadRequest, RequestRecord, WallClock, allow_connections, run_load
 
 SECONDS_TO_MEET = 120.0
-"""How long the first process waits for the last to be ready."""
+"""Seconds that the first process waits for the last to be ready."""
 
 SECONDS_AHEAD = 0.05
-"""When all are ready, the run begins so much later."""
+"""Seconds between readiness and the start."""
 
 _meeting: tuple[Barrier, "Synchronized[float]"]
-"""In a sending process: where all meet, and when the run begins."""
+"""In a sending process: the barrier, and the start time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """What one process sends.
+    """One process's share.
 
     Attributes:
         requests: in order of arrival.
@@ -88,7 +88,7 @@ def _enter(barrier: Barrier, begin: "Synchronized[float]") -> None:
 
 
 def _send(share: Share) -> tuple[list[RequestRecord], float]:
-    """In a process of its own: send a share of the requests."""
+    """In a child process: send a share of the requests."""
     allow_connections(len(share.requests))
     return asyncio.run(_run(share))
 

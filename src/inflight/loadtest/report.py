@@ -1,6 +1,6 @@
 """`LoadReport`: a run against a server in numbers, computed from the records of its requests.
 
-Decides what each number means. Times are in seconds. Failed requests count only as failures.
+Times are in seconds. Failed requests count only as failures.
 
 - TTFT, time to first token: from when a request was *due* to its first chunk with text.
 - E2E, latency: from when the request was due to the last chunk of its answer.

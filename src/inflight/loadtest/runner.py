@@ -1,8 +1,8 @@
-"""Sends requests when they are due, whatever happened to earlier ones, and records when their answers arrive.
+"""Sends requests when they are due, independent of earlier ones, and records when their answers arrive.
 
-Decides how times are taken. The load is *open*: a request is due at its arrival, not when the server has time for it.
-Latencies count from then on, so a client that is late or holds requests back (`max_concurrency`) makes them longer
-instead of hiding the delay (no coordinated omission). Knows neither how requests are written nor how times are used.
+The load is *open*: a request is due at its arrival, not when the server has time for it. Latencies count from then on,
+so a client that is late or holds requests back (`max_concurrency`) makes them longer instead of hiding the delay (no
+coordinated omission). Knows neither how requests are written nor how times are used.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ class LoadRequest:
 
 @dataclass(slots=True)
 class RequestRecord:
-    """What happened to a request. Times are in seconds after the start of the run.
+    """The record of a request. Times are in seconds after the start of the run.
 
     Attributes:
         scheduled: when it was due.
@@ -46,7 +46,7 @@ class RequestRecord:
         num_prompt_tokens: the server's count; else the number sent, if known.
         num_output_tokens: the server's count; else the number of chunks.
         is_counted: whether the server counted the output tokens.
-        failure: what went wrong, in one line; None: nothing.
+        failure: the failure, in one line; None: success.
     """
 
     scheduled: float
@@ -146,7 +146,7 @@ async def run_load(
         requests: in order of arrival.
         max_concurrency: most requests in flight; others wait, and their waiting counts as latency.
         timeout: seconds after sending at which a request fails.
-        watch: called each time that a request was sent or has ended.
+        watch: called when a request is sent or ends.
         start: when the run begins by the clock; None: now.
     """
     clock, tally = clock or WallClock(), Tally()

@@ -1,7 +1,6 @@
 """`Sketch`: a planned request, before it is known whether the server accepts token ids. Plain data.
 
-Decides the lengths of random requests. They depend only on the seed: not on the server, on how prompts are written or
-on when they are sent.
+Lengths of random requests depend only on the seed, not on the server, the form of prompts or arrival times.
 """
 
 from collections.abc import Mapping, Sequence

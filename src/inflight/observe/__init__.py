@@ -1,1 +1,1 @@
-"""Shows what runs: reports, recordings and pictures made from `StepRecord`s. Knows no model and no scheduler."""
+"""Observability: reports, recordings and pictures from `StepRecord`s. Knows no model and no scheduler."""

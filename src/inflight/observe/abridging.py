@@ -1,4 +1,4 @@
-"""Abridges a long axis for a small drawing: beginnings and ends are kept. Pure arithmetic.
+"""Abridges a long axis for a small drawing, keeping beginnings and ends. Pure arithmetic.
 
 An axis consists of groups (sequences), and a group of stretches (such as its cached and its new keys). Each stretch
 that does not fit is cut in its middle.

@@ -12,12 +12,11 @@ LABEL = 9
 """Columns before the first step."""
 
 Holder = tuple[int, SpanKind]
-"""A sequence's number, and what it did."""
+"""A sequence's number, and its work."""
 
 
 class Lanes:
-    """Which sequence had which slot in which step: a capital letter where it was prefilled, a small one where it
-    decoded.
+    """The sequence in each slot and step: a capital letter for a prefill, a small one for a decode.
 
     Attributes:
         marked: the numbers of steps that are marked below the lanes.
@@ -29,7 +28,7 @@ class Lanes:
         self._waiting: list[int] = []
 
     def add(self, holders: Mapping[int, Holder], num_waiting: int) -> None:
-        """Add a step: what each slot did, and how many sequences waited."""
+        """Add a step: each slot's work, and the number of waiting sequences."""
         self._steps.append(holders)
         self._waiting.append(num_waiting)
 

@@ -1,5 +1,5 @@
-"""Writes pictures and pages: figures without global state, self-contained HTML pages. Does not know what they show.
-`matplotlib` is an extra and imported only when a figure is requested."""
+"""Writes figures without global state, and self-contained HTML pages. `matplotlib` is an extra, imported only for
+figures."""
 
 import re
 import warnings
@@ -26,7 +26,7 @@ svg { max-width: 100%; height: auto; }
 
 
 def check_pictures() -> None:
-    """Raise `ValueError` unless pictures can be drawn: before long work whose result they would show."""
+    """Raise `ValueError` unless figures can be drawn; call it before long work."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError:

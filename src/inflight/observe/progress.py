@@ -10,7 +10,7 @@ from inflight.contracts.outputs import TextDelta
 
 
 class ProgressBar:
-    """A progress bar on standard error, drawn until it is closed; of no prompts none is drawn.
+    """A progress bar on standard error, drawn until closed; none for no prompts.
 
     Args:
         num_finished: prompts that were finished before.
@@ -40,7 +40,7 @@ class ProgressBar:
 
 
 def seconds_between_drawings() -> float:
-    """How often a command draws its bar: seldom where each drawing becomes a line of a log."""
+    """Seconds between drawings: long where each drawing becomes a log line."""
     return 0.1 if sys.stderr.isatty() else 10.0
 
 

@@ -1,9 +1,8 @@
 """Recordings: the steps of a run as lines of JSON, written while it runs and read back for traces and the simulator.
 
 The first line has the engine's configuration, the model and the machine; each further line is a `StepRecord`. Prompts
-are not kept. For each full block of a prompt there is only a hash of it and all blocks before it, under a key that is
-discarded: a replay can share prefixes as the run did, but no text can be recovered. Knows no engine: the code that runs
-steps calls `observe`.
+are not kept: each full block has only a chained hash, under a key that is discarded. So a replay can share prefixes as
+the run did, but no text can be recovered. Knows no engine: the code that runs steps calls `observe`.
 """
 
 import json
@@ -54,16 +53,16 @@ class Recording:
 
 
 class Recorder:
-    """Writes the steps that it sees to a file; close it, or use it in a `with` statement.
+    """Writes observed steps to a file; close it, or use it in a `with` statement.
 
     Args:
         path: the file, which is overwritten.
         config: the requested configuration.
         model: the model that runs, with the derived values; None for a simulation.
-        key: of the hashes of prompts; None: a new one. Recordings with the same key have the same prefixes.
+        key: of the hashes of prompts; None: a new one. Recordings with the same key have comparable prefixes.
 
     Attributes:
-        num_bytes: how much was written.
+        num_bytes: bytes written.
 
     Raises:
         ValueError: the file cannot be written.
@@ -93,14 +92,14 @@ class Recorder:
         self._write(line)
 
     def close(self) -> None:
-        """Write what is still buffered and close the file."""
+        """Flush and close the file."""
         try:
             self._file.close()
         except OSError as error:
             raise self._failure(error) from error
 
     def flush(self) -> None:
-        """Write what is still buffered."""
+        """Flush the buffer."""
         try:
             self._file.flush()
         except OSError as error:
@@ -178,7 +177,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def describe_machine() -> dict[str, str]:
-    """Return what a recording says about the machine on which it was made."""
+    """Return a recording's machine."""
     packages = {}
     for name in ("torch", "transformers"):
         try:

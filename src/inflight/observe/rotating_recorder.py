@@ -1,7 +1,7 @@
-"""`RotatingRecorder`: recordings of an engine that runs for weeks, in files of a limited size; the last are kept.
+"""`RotatingRecorder`: recordings of a long-running engine, in files of limited size, of which the last are kept.
 
-Each file is a recording by itself (of requests that began in an earlier one, only the steps). A recording that cannot
-be written ends with a line in the log, and never takes the engine with it.
+Each file is a complete recording (of requests that began in an earlier one, only the steps). A write error ends the
+recording with a log line, and never affects the engine.
 """
 
 import logging
@@ -21,7 +21,7 @@ SECONDS_BETWEEN_FLUSHES = 1.0
 
 
 class RotatingRecorder:
-    """Writes the steps that it sees to `to.path`; when that is full, it becomes `PATH.1`, and so on.
+    """Writes observed steps to `to.path`; when full, it becomes `PATH.1`, and so on.
 
     Args:
         clock: seconds of a monotonic clock.
@@ -49,7 +49,7 @@ class RotatingRecorder:
             self._last_flush = self._clock()
 
     def close(self) -> None:
-        """Write what is still buffered, and nothing after that."""
+        """Flush the buffer, and stop."""
         if self._recorder is not None:
             self._trying(self._recorder.close)
             self._recorder = None
@@ -65,7 +65,7 @@ class RotatingRecorder:
             self.flush()
 
     def _begin(self) -> None:
-        """Begin a file; the ones before it move on, and the oldest goes."""
+        """Begin a file, renaming earlier ones and deleting the oldest."""
         for number in reversed(range(self._to.num_files)):
             path = self._numbered(number)
             if path.exists() and path.stat().st_size:
@@ -81,4 +81,4 @@ class RotatingRecorder:
             write()
         except (OSError, ValueError) as error:
             self._recorder = None
-            logger.error("steps are not recorded any more: %s", error)
+            logger.error("recording of steps has stopped: %s", error)

@@ -44,7 +44,7 @@ class RunReport:
         time_to_first_token, time_per_output_token, latency: percentiles over sequences.
         occupancy: the share of all slots, over all steps, in which a sequence ran.
         mean_blocks_used, peak_blocks_used: used blocks out of `num_blocks`; the mean is over time.
-        num_draft_tokens, num_accepted_tokens: draft tokens that were computed, and how many were the right ones.
+        num_draft_tokens, num_accepted_tokens: draft tokens verified, and accepted.
     """
 
     num_sequences: int
@@ -76,7 +76,7 @@ class RunReport:
 
     @property
     def hit_rate(self) -> float:
-        """The share of prompt tokens that did not have to be computed."""
+        """The share of prompt tokens that came from the cache."""
         return self.num_cached_tokens / max(1, self.num_prompt_tokens)
 
     def as_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ def _words(times: Percentiles) -> str:
 
 @dataclass(slots=True)
 class RunLog:
-    """Adds up a run of `num_slots` slots, using only twelve bytes per sequence."""
+    """Accumulates a run of `num_slots` slots, in twelve bytes per sequence."""
 
     num_slots: int
     num_blocks: int
@@ -149,7 +149,7 @@ class RunLog:
         self.peak_blocks_used = max(self.peak_blocks_used, num_blocks_used)
 
     def observe_draft_tokens(self, num_draft_tokens: int, num_accepted: int) -> None:
-        """Add draft tokens that were computed, and how many were right."""
+        """Add verified draft tokens, and the number accepted."""
         self.num_draft_tokens += num_draft_tokens
         self.num_accepted_tokens += num_accepted
 
@@ -162,7 +162,7 @@ class RunLog:
             self.per_token.append((last - first) / (num_output_tokens - 1))
 
     def add(self, other: "RunLog") -> None:
-        """Add what another engine with as many slots and blocks has done meanwhile."""
+        """Add the concurrent run of an equal engine."""
         for name in ("num_steps", "num_spans", "num_output_tokens", "seconds_of_blocks", "seconds_of_steps"):
             setattr(self, name, getattr(self, name) + getattr(other, name))
         self.observe_draft_tokens(other.num_draft_tokens, other.num_accepted_tokens)

@@ -1,4 +1,4 @@
-"""`StepCapture`: an observer of a running engine that keeps some of its steps as `StepView`s."""
+"""`StepCapture`: captures some of a running engine's steps as `StepView`s."""
 
 from collections.abc import Callable, Collection
 
@@ -39,7 +39,7 @@ class StepCapture:
         self._steps = steps
         self._token_text = token_text
         self._numbers: dict[tuple[str, int], int] = {}
-        self._holders: dict[int, int] = {}  # for each slot, the sequence that had it last
+        self._holders: dict[int, int] = {}  # for each slot, its last sequence
         self._cached: dict[int, int] = {}  # the token at each place of the cache, of whichever sequence
         self._known: dict[int, dict[int, int]] = {}  # for each sequence, the tokens seen in the cache, by position
         comparison.comparing = self._may_keep(0)
@@ -51,7 +51,7 @@ class StepCapture:
 
     @property
     def views(self) -> list[StepView]:
-        """The steps that are kept, in order."""
+        """The captured steps, in order."""
         if self._steps is not None or self._is_complete:
             return self._kept
         return [view for view in [self._mixed or self._before] if view is not None]

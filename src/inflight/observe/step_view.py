@@ -1,7 +1,7 @@
 """`StepView`: one step as plain data to draw: the sequences and tokens of its row, and which tokens attend to which.
 
-Masks are those that the definition of attention uses (`ragged_mask`), computed from the batch that ran. Decides how
-things are named (letters, kinds, how white space is written); knows nothing of terminals and pictures.
+Masks are those of reference attention (`ragged_mask`), computed from the batch. It chooses names (letters, kinds, white
+space); it knows nothing of terminals and pictures.
 """
 
 import unicodedata
@@ -64,7 +64,7 @@ class SpanView:
     @property
     def label(self) -> str:
         """The kind and the number of tokens; a prefill, which ends in a first token, is in capitals. Draft tokens are
-        counted by themselves: a plus, and how many of them were right."""
+        shown as a plus, with the number accepted."""
         drafts = f"+{self.num_accepted}/{self.num_draft_tokens}" if self.num_draft_tokens else ""
         return (
             f"{'PREFILL' if self.kind == 'prefill' else self.kind}({len(self.tokens) - self.num_draft_tokens}{drafts})"
@@ -95,8 +95,8 @@ class StepView:
         masks: one for each kind of attention call.
         backend: the attention backend that ran.
         num_calls: attention calls in the step.
-        difference: the largest difference between the backend and the definition in any call, relative to the largest
-            magnitude of the definition's output of that call.
+        difference: the largest difference between the backend and the reference in any call, relative to the largest
+            magnitude of the reference's output.
     """
 
     step: int
@@ -147,7 +147,7 @@ class StepView:
 
     @property
     def agreement(self) -> str:
-        """A sentence that compares the backend with the definition."""
+        """A sentence that compares the backend with the reference."""
         return (
             f"re-attended through reference: {self.backend} differs by at most {self.difference:.1e} of the largest "
             f"output, over {self.num_calls} attention calls"

@@ -1,4 +1,4 @@
-"""`Timeline`: which request held which slot in which step of a run, and its drawing for a terminal.
+"""`Timeline`: the request in each slot and step of a run, drawn for a terminal.
 
 Slots go down, steps across. Knows neither models nor requests, only numbers.
 """
@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
 SlotUse: TypeAlias = Literal["prefill", "decode", "padding"]
-"""What a slot does in a step; "padding" is useless work."""
+"""The uses of a slot in a step; "padding" is wasted work."""
 
 MARKS = {"prefill": ("█", "yellow"), "decode": ("▄", "green"), "padding": ("░", "red"), "idle": (" ", "default")}
 """Characters and colours; without colours the characters still differ."""
@@ -20,7 +20,7 @@ MARKS = {"prefill": ("█", "yellow"), "decode": ("▄", "green"), "padding": ("
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """What one slot did in one step.
+    """One slot's work in one step.
 
     Attributes:
         request: the request that held the slot.

@@ -1,7 +1,7 @@
-"""Turns a recording into stretches to draw (which request held which slot, and when) and into Chrome/Perfetto events.
+"""Turns a recording into stretches to draw (a request's time in a slot) and into Chrome/Perfetto events.
 
-Decides what a gap in a lane means: a sequence that keeps its slot without computing waits; one that lost its slot is
-preempted until it runs again, or until another sequence takes the slot. Times are seconds from the recording's start.
+Gaps in a lane: a sequence that keeps its slot without computing waits; one that lost its slot is preempted until it
+runs again, or until another sequence takes the slot. Times are seconds from the recording's start.
 """
 
 import json

@@ -1,8 +1,8 @@
-"""Blocks of the cache in files: prefixes that outlive the process. Knows bytes and tokens, no tensor and no request.
+"""A store of cache blocks in files, which outlive the process. Knows bytes and tokens, no tensor and no request.
 
-- `PrefixStore`: saves and loads blocks beside the engine's steps. It fills what `contracts/block_store.py` asks for.
-- `BlockFolder`: where a block's file lies, how many there are, and which are deleted first.
-- `block_file`: what is in it, and how it is found out that it is not what was asked for.
+- `PrefixStore`: saves and loads blocks beside the engine's steps; implements `contracts/block_store.py`.
+- `BlockFolder`: the files in a folder, and their eviction.
+- `block_file`: a file's format and validation.
 """
 
 from inflight.prefix_store.block_folder import BlockFolder

@@ -1,4 +1,4 @@
-"""Prefixes of one folder in a file, for another folder: a tar of a folder of prefixes with a key of its own.
+"""Exports prefixes to a file and imports them: a tar of a folder of prefixes with its own key.
 
 Only blocks that can be reached from a root without a `cache_salt` are written, each after its parent.
 """
@@ -38,10 +38,10 @@ ABOUT_PATH = re.compile(rf"([0-9a-f]{{64}})/{re.escape(ABOUT_NAME)}")
 
 @dataclass(slots=True)
 class ArchiveTotals:
-    """What an archive has been given, or has given.
+    """Totals of an export or import.
 
     Attributes:
-        num_damaged: files that were left out because they are damaged.
+        num_damaged: damaged files, left out.
     """
 
     num_blocks: int = 0
@@ -58,7 +58,7 @@ def write_archive(
     """Write the prefixes of some fingerprints in a folder to a file, those without a `cache_salt`.
 
     Args:
-        only_pinned: leave out what is not.
+        only_pinned: leave out unpinned blocks.
 
     Raises `OSError`.
     """
@@ -112,13 +112,13 @@ def _add(archive: tarfile.TarFile, name: str, data: bytes, mode: int = MODE, tim
 
 
 def read_archive(file: IO[bytes], path: Path, max_bytes: int) -> ArchiveTotals:
-    """Add the prefixes in a file to a folder, which is made if it is missing.
+    """Add the prefixes in a file to a folder, which is created if missing.
 
     Args:
         max_bytes: of all files in the folder.
 
     Raises:
-        ValueError: it is no such file, or not whole (then what came before is there), or too much would be pinned.
+        ValueError: the file is invalid, or truncated (then the blocks before are added), or too much would be pinned.
         OSError: the folder cannot be used.
     """
     moved = ArchiveTotals()
@@ -146,7 +146,7 @@ class _Reader:
         self._pinned: dict[str, list[Path]] = defaultdict(list)
 
     def take(self, name: str, mode: int, data: bytes) -> None:
-        """Take one member of the archive."""
+        """Import one member of the archive."""
         if found := ABOUT_PATH.fullmatch(name):
             self._about[found[1]] = parse_about(data)
         elif found := BLOCK_PATH.fullmatch(name):
@@ -182,7 +182,7 @@ class _Reader:
         return self._folders[fingerprint]
 
     def pin(self) -> None:
-        """Pin what was pinned. Raises `ValueError` if that is too much."""
+        """Pin the pinned blocks. Raises `ValueError` if that is too much."""
         for fingerprint, paths in self._pinned.items():
             self._folders[fingerprint].pin(paths)
 

@@ -1,8 +1,7 @@
-"""A block of the cache as a file: what it holds, its bytes, and a checksum over both.
+"""A block of the cache as a file: its header, its bytes, and a checksum over both.
 
-Everything before the checksum but the bytes themselves is known to whoever looks for a block, so a file is believed
-only if it begins with exactly that. A file is written under another name first and renamed when it is whole; it is not
-forced to the disk, because one that is lost is computed again.
+The reader knows the whole header, so a file is valid only if it begins with exactly that. A file is written under
+another name and renamed when complete; it is not synced, because a lost block is recomputed.
 """
 
 import os
@@ -35,9 +34,9 @@ def size_of(content: BlockContent, num_bytes: int) -> int:
 
 
 def write(path: Path, content: BlockContent, rows: Rows, is_current: Callable[[], bool]) -> int:
-    """Write a block, if it is still the same afterwards. Returns how many bytes the file has; 0: none was written.
+    """Write a block, if it did not change meanwhile. Returns the file's bytes; 0: none was written.
 
-    Raises `OSError` if that is impossible.
+    Raises `OSError`.
     """
     partial = path.with_name(f"{path.name}.{os.getpid()}.{next(_numbers)}{PARTIAL}")
     header = _header(content, rows)
@@ -60,18 +59,17 @@ def write(path: Path, content: BlockContent, rows: Rows, is_current: Callable[[]
 
 
 def announce(path: Path) -> None:
-    """Tell the system that a file will be read soon, where it can be told: a disk is only fast if it has several reads
-    to do at once."""
+    """Advise the system of a coming read, where supported: a disk needs several concurrent reads."""
     if hasattr(os, "posix_fadvise"):
         with suppress(OSError), open(path, "rb", buffering=0) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
 
 
 def read(path: Path, content: BlockContent, rows: Rows) -> str | None:
-    """Read a block into `rows`. Returns why it cannot be had, in words that follow the file's name; None: it is there.
-    After a failure anything may be in `rows`.
+    """Read a block into `rows`. Returns why it failed, in words after the file's name; None: success. After a failure
+    `rows` is undefined.
 
-    Raises `OSError` if there is no file, or it cannot be read.
+    Raises `OSError` if the file cannot be read.
     """
     header = _header(content, rows)
     with open(path, "rb", buffering=0) as file:
@@ -129,7 +127,7 @@ def _write_all(write_some: Callable[[memoryview], int | None], data: "bytes | me
 
 
 def _read_all(read_some: Callable[[memoryview], int | None], into: memoryview) -> memoryview:
-    """Fill `into` as far as the file goes, and return it."""
+    """Read the file into `into`, up to its end, and return it."""
     left = into
     while left:
         num_read = read_some(left)

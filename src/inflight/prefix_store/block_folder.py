@@ -1,10 +1,9 @@
-"""`BlockFolder`: the files of blocks in a folder that several engines may share, within a number of bytes.
+"""`BlockFolder`: block files in a folder that several engines may share, within a limit of bytes.
 
-Blocks lie under the fingerprint of what computed them, under names that only the folder's secret key leads to: neither
-a name nor the time that looking for it takes says what somebody asked. The files themselves hold tokens, so nobody but
-their owner can read them (modes 0700 and 0600). There is no index: a file that has its name is there. When a file is
-used its time is set, and when there are too many bytes the files that were not used for longest go. Files that nobody
-may write (mode 0400) are *pinned*, and stay.
+Blocks are grouped by the fingerprint of what computed them. Their names are keyed by the folder's secret key, so that
+neither a name nor lookup timing reveals prompts. The files contain tokens, so only their owner can read them (modes
+0700 and 0600). There is no index: a block exists if its file does. Use updates a file's time, and beyond the limit the
+least recently used files are deleted. Read-only files (mode 0400) are *pinned*, and stay.
 """
 
 import json
@@ -48,11 +47,11 @@ logger = logging.getLogger(__name__)
 KEY_NAME, ABOUT_NAME, HITS_NAME = "key", "about.json", "hits"
 PINNED_MODE = 0o400
 LARGEST_PINNED_SHARE = 0.5
-"""How much of the bytes allowed may be pinned."""
+"""The share of the limit that may be pinned."""
 LEFT_AFTER_EVICTION = 0.9
-"""The share of the bytes allowed that is left once files were deleted."""
+"""The share of the limit that eviction leaves."""
 RECOUNTS = 16
-"""Others write here, too: how often the files are counted again while as many bytes are written as are allowed."""
+"""Recounts per limit of bytes written, since others write here, too."""
 ABANDONED = 3600.0
 """Seconds after which a partial file is abandoned."""
 MAX_LINES = 10
@@ -63,10 +62,10 @@ class BlockFolder:
     """The blocks of one fingerprint. Not thread-safe but for `has`, `read` and the names.
 
     Args:
-        path: the folder; made if it is missing.
+        path: the folder; created if missing.
         fingerprint: of all that keys and values depend on besides tokens.
         max_bytes: of all files in the folder, whatever their fingerprint.
-        about: what a person may want to know of who writes here.
+        about: a description of the writer, for people.
 
     Attributes:
         naming: the names of these blocks.
@@ -101,7 +100,7 @@ class BlockFolder:
         return os.path.exists(self.path_of(block_hash, group))
 
     def num_files(self) -> int:
-        """How many files of blocks there are."""
+        """Number of block files."""
         return sum(1 for _ in self._blocks.glob("??/*"))
 
     def make_place(self, path: Path) -> None:
@@ -147,16 +146,16 @@ class BlockFolder:
             return False
 
     def observe_use(self, path: Path) -> None:
-        """A file was used, and is among the last to go."""
+        """Mark a file as used."""
         os.utime(path)
 
     def observe_hit(self) -> None:
-        """A prompt's blocks were used. (There are as many hits as a file has bytes: several engines can add to it.)"""
+        """Count a hit. (Hits are the bytes of a file, to which several engines can append.)"""
         with open(os.open(self._blocks / HITS_NAME, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "wb") as file:
             file.write(b".")
 
     def pin(self, paths: Sequence[Path]) -> None:
-        """Let files stay, however long they are unused. Those that are there no more are left out.
+        """Pin files, skipping missing ones.
 
         Raises:
             ValueError: too many bytes would be pinned.
@@ -175,7 +174,7 @@ class BlockFolder:
                 path.chmod(PINNED_MODE)
 
     def observe_written(self, num_bytes: int) -> None:
-        """A file of `num_bytes` was written: delete others if there are too many bytes now."""
+        """Count a written file of `num_bytes`, and evict others beyond the limit."""
         self._num_uncounted += num_bytes
         if self._num_bytes is None or self._num_uncounted * RECOUNTS > self.max_bytes:
             self._num_bytes = sum(size for _, size, _, _ in self._files())
@@ -200,8 +199,8 @@ class BlockFolder:
         self._num_bytes, self._num_uncounted = num_bytes, 0
 
     def _files(self) -> Iterator[tuple[float, int, Path, bool]]:
-        """When each block's file was used last, its size, its path, and whether it is pinned. Deletes what was never
-        finished, and leaves alone what is no file."""
+        """Last use, size, path and pinning of each block's file. Deletes abandoned partial files, and skips
+        non-files."""
         for path in self.path.glob("*/??/*"):
             try:
                 status = path.lstat()
@@ -216,13 +215,12 @@ class BlockFolder:
 
 
 def is_pinned(status: os.stat_result) -> bool:
-    """Whether a file stays."""
+    """Whether a file is pinned."""
     return not status.st_mode & stat.S_IWUSR
 
 
 def _own_key(path: Path) -> bytes:
-    """The folder's secret key: the one that is there, or a new one if there is none that can be used. Of several
-    engines that begin at once, all get the same."""
+    """The folder's secret key, created if missing or unusable. Engines that start at once get the same."""
     for _ in range(2):
         new = path.with_name(f"{KEY_NAME}.{secrets.token_hex(8)}{PARTIAL}")
         if not path.exists():
@@ -236,5 +234,5 @@ def _own_key(path: Path) -> bytes:
                 new.unlink()
         if len(key := path.read_bytes()) == KEY_SIZE:
             return key
-        path.unlink()  # damaged: what was found by it is lost
+        path.unlink()  # damaged: its blocks are lost
     raise OSError(f"{path} cannot be made")

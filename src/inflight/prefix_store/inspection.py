@@ -1,4 +1,4 @@
-"""What is in a folder of prefixes, whether it is whole, and how it is emptied. For people: engines do not ask."""
+"""Lists, verifies and clears a folder of prefixes, for command-line tools."""
 
 import json
 import os
@@ -20,9 +20,9 @@ class StoredFingerprint:
     """The blocks of one fingerprint.
 
     Attributes:
-        about: what wrote them, as it says itself; empty if that is not known.
-        num_pinned_bytes: of these bytes, those that stay however long they are unused.
-        num_hits: prompts whose beginning came from here.
+        about: the writer's description; empty if unknown.
+        num_pinned_bytes: pinned bytes among these.
+        num_hits: prompts that loaded a prefix from here.
         first_used, last_used: seconds since the epoch; 0 without blocks.
     """
 
@@ -41,13 +41,13 @@ class StoredFingerprint:
         return self.path.name
 
     def files(self) -> list[Path]:
-        """Of all blocks, those that others are still writing left out."""
+        """The files of all blocks, without partial ones."""
         found = (each for each in self.path.glob("??/*") if not each.name.endswith(block_file.PARTIAL))
         return sorted(each for each in found if each.is_file())
 
 
 def stored_fingerprints(folder: Path) -> list[StoredFingerprint]:
-    """What is in a folder, the latest used first. Raises `ValueError` if it is no folder of prefixes."""
+    """The fingerprints in a folder, the latest used first. Raises `ValueError` if it is not a folder of prefixes."""
     if not (folder / KEY_NAME).is_file():
         raise ValueError(f"{str(folder)!r} is no folder of prefixes")
     found = [_holding(path) for path in folder.iterdir() if FINGERPRINT.fullmatch(path.name) and path.is_dir()]
@@ -69,7 +69,7 @@ def damaged(holding: StoredFingerprint) -> Iterator[tuple[Path, str]]:
 
 
 def clear(holding: StoredFingerprint, used_before: float, *, keep_pinned: bool = False) -> tuple[int, int]:
-    """Delete the blocks that were not used since a time (seconds since the epoch). Returns their number and bytes."""
+    """Delete the blocks not used since a time (seconds since the epoch). Returns their number and bytes."""
     num_blocks = num_bytes = 0
     for path, status in _statuses(holding.files()):
         if status.st_mtime < used_before and not (keep_pinned and is_pinned(status)):
@@ -114,7 +114,7 @@ def _about(path: Path) -> dict[str, Any]:
 
 
 def parse_about(data: bytes) -> dict[str, Any]:
-    """What a writer says of itself; empty if that cannot be read."""
+    """A writer's description; empty if unreadable."""
     try:
         about = json.loads(data)
     except ValueError:

@@ -1,9 +1,8 @@
 """`PrefixStore`: saves and loads blocks of the cache while the engine computes others.
 
-One thread reads and writes, straight from and into the cache's memory. Loads go first, with the help of a second thread
-while the engine computes nothing; what is to be saved waits for leisure. While the engine computes, both may take a
-small share of the time. A block that was taken for something else
-before it was saved is not saved. Whatever goes wrong with a file costs a computation and a line in the log.
+One thread reads and writes, directly from and into the cache's memory. Loads come first, with a second thread while the
+engine is idle; saves run in the background. While the engine computes, both are limited to a small share of the time. A
+block reallocated before it was saved is skipped. File errors cost a recomputation and a log line.
 """
 
 import atexit
@@ -21,15 +20,15 @@ from inflight.prefix_store.block_file import Rows
 from inflight.prefix_store.block_folder import BlockFolder
 
 SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
-"""How much of the time saving and loading may take while the engine computes for others."""
+"""The share of time for saving and loading while the engine computes."""
 NUM_READERS, READ_AT_ONCE = 2, 16
 """Threads that load while the engine is idle, and how many blocks each loads at once."""
 FIRST_RATE = 500e6
-"""Bytes that a thread is taken to load a second, as long as none were."""
+"""The initial estimate of a thread's load rate, in bytes per second."""
 SMOOTHING = 0.1
 """Weight of the newest duration in a running average."""
 MOST_READY = 2**30
-"""Bytes of the cache that are made ready for loading ahead of time."""
+"""Bytes of the cache committed ahead of loads."""
 BYTES_AHEAD = 2**26
 """How much the disk is told of before it is read."""
 
@@ -46,7 +45,7 @@ class BlockLoading:
 
 @dataclass(slots=True)
 class Saving:
-    """A block that waits to be saved."""
+    """A block to save."""
 
     content: BlockContent
     block: int
@@ -90,11 +89,11 @@ class PrefixStore:
         rows_of: the memory of a block of the cache.
         seconds_to_save: how long it may save at the end.
         num_blocks: of the cache; the first are used first.
-        touch: takes memory from the system before it is written to.
+        touch: commits memory before it is written to.
         clock: seconds.
 
     Attributes:
-        is_busy: whether the engine computes; it says so itself.
+        is_busy: whether the engine computes, set by the engine.
         num_saved, num_loaded: blocks, so far.
     """
 
@@ -166,7 +165,7 @@ class PrefixStore:
         cache_salt: str | None,
         adapter: str | None = None,
     ) -> None:
-        """Let what is saved of a prompt stay, however long no request asks for it.
+        """Pin the saved blocks of a prompt.
 
         Args:
             token_ids: its tokens; only full blocks are pinned.
@@ -190,15 +189,15 @@ class PrefixStore:
             raise OSError(f"{num_missing} blocks of the prefix are not saved in {str(self._folder.path)!r}: {why}")
 
     def flush(self, seconds: float) -> None:
-        """Save what is still to be saved, at most so long."""
+        """Save pending blocks, within a time limit."""
         self.is_busy = False
         with self._changed:
             self._changed.notify_all()
             self._changed.wait_for(lambda: not self._saves and not self._is_working, seconds)
 
     def end(self) -> None:
-        """Load nothing more, save what is still to be saved, and then end the thread. Does not wait, so that a garbage
-        collector may call it, in the thread itself, too."""
+        """Stop loading, save pending blocks, and then end the thread. Does not wait, so the garbage collector may call
+        it, even in the thread itself."""
         self.is_busy = False
         with self._changed:
             if self._deadline is None:
@@ -247,7 +246,7 @@ class PrefixStore:
                 touch(row)
 
     def _rest(self, seconds: float, share: float) -> None:
-        """Having worked so long, leave the rest of the time to the engine; until it has nothing to do."""
+        """After working this long, sleep to leave time to the engine, until it is idle."""
         with self._changed:
             self._is_working = False
             self._changed.notify_all()
@@ -285,7 +284,7 @@ class PrefixStore:
         loading.num_announced = max(loading.num_announced, most)
 
     def _load_all(self, blocks: Sequence[tuple[BlockContent, int]], num_threads: int) -> int:
-        """Load blocks; return how many of the first ones are there."""
+        """Load blocks; return how many of the first ones succeeded."""
         are_there = [False] * len(blocks)
 
         def load_every(first: int) -> None:

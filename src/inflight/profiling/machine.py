@@ -1,8 +1,7 @@
-"""What this machine can do at best: how fast it reads memory, and how fast it multiplies matrices.
+"""This machine's ceilings: memory bandwidth and matrix throughput.
 
 Both are measured with the current number of torch threads, repeatedly and between the other measurements, so that
-changes in the machine's speed affect all alike; the medians count. Decides what a fair measurement is; knows no model
-and no step.
+changes in the machine's speed affect all alike; the medians count. Knows no model and no step.
 """
 
 import statistics

@@ -1,4 +1,4 @@
-"""How long the operators of a forward pass take, by kind, according to torch's profiler.
+"""Times of a forward pass's operators by kind, from torch's profiler.
 
 An operator counts as a linear layer, as experts or as attention by its name, or because it runs inside one; all others
 are small operators, including the row kernels of a recorded forward pass, and what lies between their calls. Attention

@@ -1,4 +1,4 @@
-"""How long the phases of a step take: reads a clock before and after each of five calls, and does nothing else.
+"""Times of a step's phases: reads a clock before and after each of five calls.
 
 A step is `Engine.step`: plan, run (pack the batch, forward pass, sample), commit. Knows these calls only by name.
 """

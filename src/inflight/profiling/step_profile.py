@@ -26,8 +26,8 @@ LEAST = 0.995
 
 
 def times(seconds: float, floor_seconds: float | None) -> float | None:
-    """How many times its floor a time is. None without a floor, and below it: nothing is faster than it can be, so the
-    floor is wrong (the weights fit the processor's caches, or the machine was busy when it was measured)."""
+    """A time as a multiple of its floor. None without a floor, or below it: then the floor is wrong (the weights fit
+    the CPU's caches, or the machine was busy during its measurement)."""
     ratio = seconds / floor_seconds if floor_seconds else 0.0
     return ratio if ratio >= LEAST else None
 
@@ -55,7 +55,7 @@ class StepProfile:
     """A decode step, divided into parts.
 
     Attributes:
-        model: what was found out about the model, and how it runs.
+        model: facts about the model, and how it runs.
         num_cached_tokens: cached tokens of each sequence, in the middle of the measurement.
         num_steps: measured steps of each of the three kinds.
         step_seconds: the median of whole steps.
@@ -87,7 +87,7 @@ class StepProfile:
 
     @property
     def below_floor(self) -> list[str]:
-        """What took less than its floor, so that the floor is none."""
+        """The parts faster than their floor, which is thus invalid."""
         measured = [("the step", self.step_seconds, self.floor_seconds)]
         measured += [(part.name, part.seconds, part.floor_seconds or 0.0) for part in self.parts]
         return [name for name, seconds, floor in measured if floor and times(seconds, floor) is None]

@@ -1,4 +1,4 @@
-"""The work that a decode step cannot avoid: reading weights and cache, and the arithmetic of its linear layers.
+"""A decode step's least work: reading weights and cache, and the arithmetic of its linear layers.
 
 It is counted from the model's tensors and the sequences' lengths; nothing is measured here.
 """
@@ -16,7 +16,7 @@ from inflight.execution.weights.layers import SiblingLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 Weight: TypeAlias = tuple[torch.Tensor, int]
-"""A weight as it is stored, and how many numbers it stands for."""
+"""A weight's stored size, and its number of elements."""
 
 
 @dataclass(frozen=True, slots=True)

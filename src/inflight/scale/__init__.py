@@ -1,5 +1,4 @@
 """inflight on a Ray cluster (extra `ray`): `serve` for Ray Serve, `data` for Ray Data.
 
-What a cluster does (placing, restarting, scaling, retrying, shuffling) is Ray's; here is only what it must be told
-of an engine.
+Ray does placement, restarts, scaling, retries and shuffling; this package adapts an engine to it.
 """

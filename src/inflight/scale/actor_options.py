@@ -1,4 +1,4 @@
-"""The options of an engine in an actor of Ray, of which there are others."""
+"""The options of an engine in one of several Ray actors."""
 
 import secrets
 from collections.abc import Mapping
@@ -12,11 +12,10 @@ from inflight.host.machine import usable_cores, usable_memory
 
 
 def options_in_actor(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """An engine's options, and what suits this actor where they leave it open.
+    """An engine's options, completed for this actor.
 
-    It has as many threads as the actor was given CPUs, and that share of the machine's memory for its cache, so that
-    several on one machine leave each other room. (An actor without CPUs of its own takes all, as if it were alone.) Its
-    `seed` is drawn, so that not all engines draw the same for requests that have none.
+    Threads and cache memory follow the actor's share of the machine's CPUs, so that several actors fit on one machine.
+    (An actor without reserved CPUs takes all.) The `seed` is random, so that engines differ for requests without one.
     """
     options: dict[str, Any] = {"seed": secrets.randbelow(MAX_SEED)}
     given: dict[str, float] = ray.get_runtime_context().get_assigned_resources()  # type: ignore[no-untyped-call]

@@ -1,6 +1,6 @@
-"""How many engines a Ray Serve deployment needs: an `AutoscalingConfig.policy`, and what replicas report to it.
+"""Autoscaling of a Ray Serve deployment: an `AutoscalingConfig.policy`, and the statistics that replicas report.
 
-Decides what a full engine is. When to scale, and how fast, is Serve's: delays, factors and bounds of the configuration.
+It defines a full engine. Serve's configuration has delays, factors and bounds.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from ray.serve.config import AutoscalingContext
 
 TARGET_LOAD = 0.8
-"""How full engines should be. With less room, a burst would wait until another engine is loaded."""
+"""The target load of engines, with room for bursts until another engine is loaded."""
 
 POLICY = f"{__name__}:replicas_wanted"
 
 
 def reported(stats: EngineStats, max_num_seqs: int) -> dict[str, float]:
-    """What a replica reports (`record_autoscaling_stats`).
+    """A replica's report (`record_autoscaling_stats`).
 
     `slots` is how many sequences the engine holds: `max_num_seqs`, or as many as there is room for in its cache, if all
     are as long as those that run. `load` is how often its sequences, running and waiting, would fill it.
@@ -30,10 +30,10 @@ def reported(stats: EngineStats, max_num_seqs: int) -> dict[str, float]:
 
 
 def replicas_wanted(context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
-    """How many replicas there should be for what they have to do, and for what waits before them.
+    """The target number of replicas for their load and the queued requests.
 
-    A replica that has not reported counts as the others do: one that is too busy to report is no reason for fewer.
-    Until one has reported, there stay as many as there are.
+    A replica that has not reported counts as the others do, since it may be too busy. Until one has reported, the
+    number stays.
     """
     metrics = context.aggregated_metrics or {}
     loads, slots = metrics.get("load", {}), metrics.get("slots", {})

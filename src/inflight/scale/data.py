@@ -10,8 +10,8 @@ With Ray's own way to build processors:
 
 or with the class alone, `dataset.map_batches(GenerateText, ...)`.
 
-What fails is Ray's to try again: an actor that is killed is restarted, and its batches go to another. To go on after
-the end of the whole job, set `DataContext.checkpoint_config`: Ray then leaves out the rows that are written already.
+Ray retries failures: a killed actor is restarted, and its batches go to another. To resume after the end of the whole
+job, set `DataContext.checkpoint_config`: Ray then skips the rows already written.
 """
 
 import logging
@@ -34,7 +34,7 @@ from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params
 logger = logging.getLogger(__name__)
 
 BATCHES_IN_BLOCK = 8
-"""Ray's unit of work, and what is computed again when an engine is killed. Smaller ones cost more of Ray's own work."""
+"""Rows of Ray's unit of work, which is recomputed when an engine is killed. Smaller ones have more overhead."""
 
 
 class GenerateText(RowEngine):
@@ -63,11 +63,11 @@ class InflightProcessorConfig(ProcessorConfig):
         tokenizer, sampling_params, engine: as of `RowEngine`.
         concurrency: how many engines, or the least and the most of them.
         batch_size, max_concurrent_batches: rows go to an engine in batches, of which this many are in flight at once.
-        num_cpus: what Ray sets aside for each engine, which has as many threads. By default an engine computes with all
-            cores of the machine on which the processor is built, and one of them is not set aside: without any, what
-            reads and writes rows would wait for ever.
-        should_continue_on_error: whether a row that asks for what cannot be gets the reason in the column
-            `__inference_error__`, instead of ending the job.
+        num_cpus: CPUs that Ray reserves for each engine, which has as many threads. By default an engine uses all cores
+            of the machine on which the processor is built, and one of them is not reserved: otherwise the tasks that
+            read and write rows would wait forever.
+        should_continue_on_error: whether an invalid row gets the reason in the column `__inference_error__`, instead of
+            ending the job.
         resources, runtime_env: of each engine's actor, as everywhere in Ray.
     """
 
@@ -82,7 +82,7 @@ class InflightProcessorConfig(ProcessorConfig):
     runtime_env: dict[str, Any] | None = None
 
     def model_post_init(self, _: object) -> None:
-        """Check what is only read in actors, before there are any."""
+        """Validate options that only actors read."""
         engine_config(self.engine, "the processor's engine")
         params_of(self.sampling_params or {})
 
@@ -102,7 +102,7 @@ class _EngineStage(StatefulStage):
     fn: type[StatefulStageUDF] = _EngineUDF
 
     def get_optional_input_keys(self) -> dict[str, str]:
-        """Columns and what they hold. None of them alone is required."""
+        """Columns with descriptions. None of them alone is required."""
         return PROMPT_COLUMNS | OTHER_COLUMNS
 
 
@@ -112,13 +112,13 @@ class _Processor(Processor):
         self._least_cpus = least_cpus
 
     def __call__(self, dataset: ray.data.Dataset) -> ray.data.Dataset:
-        """The answered dataset. Ray's units of work become a few batches: that much is lost when one is killed."""
+        """The answered dataset. Ray's units of work are a few batches, which are lost when an engine is killed."""
         self._check_cpus()
         rows = BATCHES_IN_BLOCK * self.config.batch_size
         return super().__call__(dataset.repartition(target_num_rows_per_block=rows))
 
     def _check_cpus(self) -> None:
-        """Warn if the engines take all CPUs of the cluster: the job would wait for ever."""
+        """Warn if the engines take all CPUs of the cluster: the job would wait forever."""
         if not ray.is_initialized():
             return
         taken = self._least_cpus
@@ -126,7 +126,7 @@ class _Processor(Processor):
         others = 1 if ray.data.DataContext.get_current().checkpoint_config is None else 2
         if there - taken < others:
             logger.warning(
-                "%g of the cluster's %g CPUs are set aside for engines, and the job may wait for ever: what reads and "
+                "%g of the cluster's %g CPUs are set aside for engines, and the job may wait forever: what reads and "
                 "writes rows, and checkpoints, needs %d more; give the processor less num_cpus, or less concurrency",
                 taken,
                 there,

@@ -1,6 +1,6 @@
-"""`ForwardedRequest`: an HTTP request as plain data, which one deployment of Ray Serve hands to another.
+"""`ForwardedRequest`: an HTTP request as plain data, forwarded between deployments of Ray Serve.
 
-Decides what a router of Serve can read of a request: `prompt`, the text that its prompt begins with.
+Its `prompt`, the beginning of the request's prompt, is for Serve's router.
 """
 
 from dataclasses import dataclass
@@ -19,8 +19,7 @@ class ForwardedRequest:
 
     Attributes:
         scope: what ASGI says of it, as far as it is plain data.
-        prompt: what Serve's prefix-affinity router compares. It cannot be empty: requests without a prompt have their
-            path there.
+        prompt: compared by Serve's prefix-affinity router; never empty: requests without a prompt have their path.
     """
 
     scope: dict[str, Any]
@@ -29,7 +28,7 @@ class ForwardedRequest:
 
     @classmethod
     async def receive(cls, scope: Scope, receive: Receive) -> "ForwardedRequest | None":
-        """The request; None if its client left before it had sent all."""
+        """The request; None if its client disconnected early."""
         body = bytearray()
         while (message := await receive())["type"] == "http.request":
             body += message.get("body", b"")

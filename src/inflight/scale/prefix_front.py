@@ -1,7 +1,7 @@
-"""`PrefixFront`: reads requests before Ray Serve routes them, so that those that begin alike go to the same replica.
+"""`PrefixFront`: reads requests before Ray Serve routes them, so that common prefixes go to the same replica.
 
-Serve's proxies choose a replica before they have read a request, so they cannot know its prompt. This deployment reads
-it and hands it on, through Serve's own prefix-affinity router.
+Serve's proxies choose a replica before reading a request. This deployment reads it and forwards it through Serve's own
+prefix-affinity router.
 """
 
 from typing import Any
@@ -16,7 +16,7 @@ ROUTER = "ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_rou
 
 
 def router_of(max_num_seqs: int) -> dict[str, Any]:
-    """Serve's `request_router_config`: by prefix, unless one engine has half of its slots more to do than another."""
+    """Serve's `request_router_config`: by prefix, unless loads differ by half of an engine's slots."""
     return {
         "request_router_class": ROUTER,
         "request_router_kwargs": {"imbalanced_threshold": max(1, max_num_seqs // 2), "do_eviction": True},
@@ -24,7 +24,7 @@ def router_of(max_num_seqs: int) -> dict[str, Any]:
 
 
 class PrefixFront:
-    """Hands requests to replicas.
+    """Forwards requests to replicas.
 
     Args:
         replicas: the deployment of `EngineReplica`.

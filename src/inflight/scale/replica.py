@@ -1,6 +1,6 @@
-"""`EngineReplica`: what Ray Serve starts as often as it wants: an engine, and the whole OpenAI application over it.
+"""`EngineReplica`: a Ray Serve replica: an engine with the whole OpenAI application.
 
-Serve asks it for its health and its load, and lets it finish its requests before it ends it.
+Serve polls its health and load, and drains it before ending it.
 """
 
 import os
@@ -23,7 +23,7 @@ from inflight.server.operations.stack import Operations
 
 
 class EngineReplica:
-    """A replica. It counts as started once its model is loaded."""
+    """A replica, started once its model is loaded."""
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._settings = settings
@@ -46,8 +46,7 @@ class EngineReplica:
         return _closing(_without_request_id(app), operations)
 
     async def check_health(self) -> None:
-        """Called by Serve; raises if this replica is of no use any more. An engine that died and is being started again
-        is none of that."""
+        """Called by Serve; raises if this replica is unusable. An engine being restarted after a crash is usable."""
         if self._loss is not None:
             raise self._loss
 
@@ -61,7 +60,7 @@ class EngineReplica:
 
 
 class AnsweringReplica(EngineReplica):
-    """A replica behind another deployment, which hands it requests."""
+    """A replica behind a `PrefixFront`."""
 
     async def __init__(self, settings: AppSettings) -> None:  # type: ignore[misc]  # Serve awaits it
         self._lifespan: LifespanOn | None = None
@@ -93,7 +92,7 @@ def _closing(app: ASGIApp, operations: Operations) -> ASGIApp:
 
 
 def _without_request_id(app: ASGIApp) -> ASGIApp:
-    """An application that leaves a request's id to Serve's proxies, which gave it one and put it into the answer."""
+    """An application without request ids, which Serve's proxies set."""
 
     async def handle(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_rest(message: Message) -> None:

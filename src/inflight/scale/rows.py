@@ -1,6 +1,4 @@
-"""`RowEngine`: answers rows of a dataset. Decides what a row may ask for, which columns it gets, and what becomes of
-one whose engine dies.
-"""
+"""`RowEngine`: answers rows of a dataset: validation, result columns, and retries after a crash."""
 
 import asyncio
 from collections.abc import AsyncGenerator, Mapping, Sequence
@@ -22,15 +20,15 @@ PROMPT_COLUMNS = {
     "prompt_token_ids": "token ids",
     "prompt": "text",
 }
-"""Columns of which a row must have one, by which the first that has a value counts, and what they hold."""
+"""Prompt columns with descriptions; the first with a value counts."""
 
 OTHER_COLUMNS = {"sampling_params": "fields of SamplingParams, as a dict or as JSON, instead of those for all rows"}
 
 ERROR_COLUMN = "__inference_error__"
-"""Ray's processors keep here why a row has no answer, and empty text for one that has."""
+"""The error column of Ray's processors; empty for answered rows."""
 
 MOST_DEATHS = 5
-"""A row is given up when the engine has died so often while it ran."""
+"""A row fails after this many crashes of its engine."""
 
 
 class RowEngine:
@@ -39,9 +37,9 @@ class RowEngine:
     Args:
         model: a hub id, or a folder that every node has; None is the small embedded model.
         tokenizer: as of `AsyncLLM`.
-        sampling_params: fields of `SamplingParams` for rows that bring none.
+        sampling_params: fields of `SamplingParams` for rows without any.
         engine: the fields of `EngineConfig`.
-        keeps_errors: whether a row that asks for what cannot be gets an error as its answer.
+        keeps_errors: whether an invalid row gets an error as its answer.
     """
 
     def __init__(
@@ -58,10 +56,10 @@ class RowEngine:
         self._llm = AsyncLLM(model, tokenizer, starts_at_once=True, **options_in_actor(engine or {}))
 
     async def answers(self, rows: Sequence[Mapping[str, Any]]) -> AsyncGenerator[tuple[int, dict[str, Any]], None]:
-        """Answer rows all at once. Yields the number of each and its new columns, as they end.
+        """Answer rows concurrently. Yields each row's number and new columns, as they finish.
 
         Raises:
-            InvalidRequestError: a row asks for what cannot be, unless such a row gets an `ERROR_COLUMN`.
+            InvalidRequestError: a row is invalid, unless it gets an `ERROR_COLUMN`.
             ModelError, EngineDeadError: there is no engine.
         """
 
@@ -98,7 +96,7 @@ class RowEngine:
 
 
 def request_of(row: Mapping[str, Any]) -> tuple[Prompt, SamplingParams | None]:
-    """A row's prompt and parameters; None stands for those of all rows. Raises `InvalidRequestError`."""
+    """A row's prompt and parameters; None: those of all rows. Raises `InvalidRequestError`."""
     name = next((each for each in PROMPT_COLUMNS if row.get(each) is not None), None)
     if name is None:
         raise InvalidRequestError(f"a row has none of the columns {', '.join(PROMPT_COLUMNS)}, but {', '.join(row)}")
@@ -108,15 +106,15 @@ def request_of(row: Mapping[str, Any]) -> tuple[Prompt, SamplingParams | None]:
 
 
 def message_of(fields: Any) -> Any:
-    """A message without the fields that it has only because another one has them."""
+    """A message without null fields that come from other rows' schema."""
     if not isinstance(fields, Mapping):
         return fields
     return {name: value for name, value in fields.items() if value is not None or name == "content"}
 
 
 def params_of(fields: Mapping[str, Any] | str) -> SamplingParams:
-    """Parameters from a dict or from JSON; fields without a value are left out, because a dataset's rows all have the
-    same ones. Raises `InvalidRequestError`."""
+    """Parameters from a dict or from JSON, without null fields, since a dataset's rows share a schema. Raises
+    `InvalidRequestError`."""
     if isinstance(fields, str):
         try:
             fields = msgspec.json.decode(fields, type=dict[str, Any])
@@ -135,7 +133,7 @@ def params_of(fields: Mapping[str, Any] | str) -> SamplingParams:
 
 
 def columns_of(output: RequestOutput) -> dict[str, Any]:
-    """The columns that a row gets, under the names that they have in Ray's own processors."""
+    """The result columns, under the names of Ray's own processors."""
     answer = output.outputs[0]
     return {
         "generated_text": answer.text,

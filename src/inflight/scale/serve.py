@@ -1,4 +1,4 @@
-"""`build_app`: a Ray Serve application that serves a model with OpenAI's API, from as many replicas as Serve wants.
+"""`build_app`: a Ray Serve application that serves a model with OpenAI's API from several replicas.
 
     from ray import serve
     from inflight.scale.serve import build_app
@@ -23,11 +23,11 @@ from inflight.scale.replica import AnsweringReplica, EngineReplica
 from inflight.scale.settings import PREFIX, AppSettings
 
 REQUESTS_FOR_EACH_SLOT = 2
-"""Requests per slot that a replica is given: the next ones are read and tokenized when a slot is freed. Others wait at
-Serve's proxies, where a replica that is started meanwhile can have them."""
+"""Requests per slot sent to a replica, so that the next ones are tokenized when a slot is freed. Others wait at Serve's
+proxies, available to new replicas."""
 
 MOST_STARTS = 3
-"""Serve gives a deployment up when its replicas failed to start so often, because a model cannot be loaded, say."""
+"""Failed starts of replicas after which Serve gives up a deployment."""
 
 FRONT: dict[str, Any] = {"name": "front", "max_ongoing_requests": 10_000, "ray_actor_options": {"num_cpus": 0}}
 
@@ -43,7 +43,7 @@ def build_app(settings: AppSettings | Mapping[str, Any]) -> Application:
 
 
 def _deployment(settings: AppSettings) -> dict[str, Any]:
-    """The options of the deployment: those that were given, over those that suit an engine."""
+    """The deployment's options: the given ones over defaults for an engine."""
     given = dict(settings.deployment)
     refuse_unknown_options(given, signature(serve.deployment).parameters, "the application's deployment")
     options: dict[str, Any] = {

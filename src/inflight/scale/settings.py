@@ -1,4 +1,4 @@
-"""`AppSettings`: every choice about a Ray Serve application. Plain data, checked when made, as Python or as YAML."""
+"""`AppSettings`: settings of a Ray Serve application. Plain data, validated at construction, from Python or YAML."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -18,7 +18,7 @@ NOT_OF_OPERATOR = dict.fromkeys(("log_format", "log_text"), "Serve writes the lo
 
 
 class AppSettings(BaseModel):
-    """What `build_app` takes: a mapping with these fields is as good, as in Serve's configuration files.
+    """The argument of `build_app`; also a mapping with these fields, as in Serve's configuration files.
 
     Attributes:
         model: a hub id, or a folder that every node has; None is the small embedded model.
@@ -26,13 +26,13 @@ class AppSettings(BaseModel):
         served_model_names: the model's name for clients, and further accepted names.
         engine: the fields of `EngineConfig`, for the engine of each replica. `num_threads`, unless given, is the
             replica's `num_cpus`, and `kv_cache_memory` its share of the machine's.
-        server: the fields of `ServerSettings`, save the model's names and `batch_dir`.
-        operator: the fields of `OperatorSettings`, save those of logs; `grace_period` is what a replica has to finish
-            its requests in.
+        server: the fields of `ServerSettings`, except the model's names and `batch_dir`.
+        operator: the fields of `OperatorSettings`, except those of logs; `grace_period` is the time for a replica to
+            finish its requests.
         deployment: options of Serve's deployment, such as `num_replicas`, `autoscaling_config` and
             `ray_actor_options`. By default a replica has all cores of the machine on which the application is built.
-        routing: which replica gets a request: "least-loaded" (of two drawn ones), or "prefix" (where requests that
-            begin alike went before), for which each request takes one more step, through a front of its own.
+        routing: how requests are routed: "least-loaded" (of two random replicas), or "prefix" (by common prefixes),
+            which adds one hop through a `PrefixFront`.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
@@ -54,7 +54,7 @@ class AppSettings(BaseModel):
         return routing
 
     def model_post_init(self, _: object) -> None:
-        """Check what is only read in replicas, before there are any."""
+        """Validate options that only replicas read."""
         self.engine_config()
         self.server_settings()
         self.operator_settings()
@@ -64,19 +64,19 @@ class AppSettings(BaseModel):
         return engine_config(self.engine, "the application's engine")
 
     def server_settings(self) -> ServerSettings:
-        """How requests are answered. Raises `ValueError`."""
+        """The server's settings. Raises `ValueError`."""
         name, *aliases = names_of(self.model, self.served_model_names)
         _refuse(self.server, NOT_OF_SERVER)
         return ServerSettings(model_name=name, model_aliases=tuple(aliases), **self.server)
 
     def operator_settings(self) -> OperatorSettings:
-        """How replicas are protected and observed. Raises `ValueError`."""
+        """The operator's settings. Raises `ValueError`."""
         _refuse(self.operator, NOT_OF_OPERATOR)
         return OperatorSettings(**self.operator)
 
 
 def _refuse(given: Mapping[str, Any], reasons: Mapping[str, str]) -> None:
-    """Raise `ValueError` for an option that means nothing here."""
+    """Raise `ValueError` for an option without effect here."""
     for name, reason in reasons.items():
         if name in given:
             raise ValueError(f"{name} is not an option on Ray: {reason}")

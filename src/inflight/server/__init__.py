@@ -1,5 +1,5 @@
 """The HTTP server: OpenAI's API and Anthropic's Messages API over `AsyncLLM`.
 
-`endpoints` lists what it answers, `app` puts it together. A chat goes through `serving.chat`, whatever its API;
-`chat_format` knows how the model's family writes and reads it; all endpoints generate through `serving.generation`.
+`endpoints` lists all endpoints, `app` assembles the application. Chats of every API go through `serving.chat`;
+`chat_format` writes and reads them in the model family's format; all endpoints generate through `serving.generation`.
 """

@@ -1,7 +1,7 @@
-"""`create_app`: assembles the HTTP application, which starts and stops the engine with itself. Decides nothing else.
+"""`create_app`: assembles the HTTP application, which starts and stops the engine.
 
-The requests of batch jobs are answered by a second application of the same endpoints, without a socket, whose requests
-all run in the background, take as long as they take, and are no part of what operators see of their clients.
+A second application of the same endpoints, without a socket, answers batch jobs. Its requests run in the background,
+without a timeout, and do not appear in metrics and logs of clients.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger("inflight.server")
 SECONDS_BETWEEN_LOOKS = 0.5
 
 IN_WORK_FOR_EACH_SLOT = 2
-"""So that another request waits when one of a batch job gives its slot back."""
+"""Batch requests queued beyond the slots, so that a freed slot is filled at once."""
 
 
 def create_app(
@@ -48,8 +48,8 @@ def create_app(
 
     Args:
         observer: notified of every request that runs.
-        on_loss: called when the engine is lost: it has died too often, or its model cannot be loaded any more. Every
-            request is an error from then on.
+        on_loss: called when the engine is lost: it has died too often, or its model can no longer be loaded. From then
+            on every request fails.
 
     Raises:
         ValueError: the folder for batch jobs cannot be used, or another process has it.
@@ -59,7 +59,9 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         logger.info("loading %s", settings.model_name)
         if llm.tokenizer is not None:
-            llm.tokenizer.encode("warm")  # its first call sets things up, which two threads must not do at once
+            llm.tokenizer.encode(
+                "warm"
+            )  # its first call initialises state, which must not happen in two threads at once
         keeper = asyncio.create_task(_keep_running(llm, on_loss))
         if jobs is not None:
             jobs.start()
@@ -108,7 +110,7 @@ def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool]) -> 
 
 
 async def _keep_running(llm: AsyncLLM, on_loss: Callable[[Exception], None]) -> None:
-    """Start the engine, and restart it whenever it has died, until cancelled, or until it cannot be started any more.
+    """Start the engine, and restart it after crashes, until cancelled, or until it cannot be started.
 
     Args:
         on_loss: called then, with the reason.
@@ -120,5 +122,5 @@ async def _keep_running(llm: AsyncLLM, on_loss: Callable[[Exception], None]) -> 
             on_loss(error)
             return
         except EngineDeadError:
-            pass  # requests and /health report it, and the next start waits as long as it should
+            pass  # requests and /health report it; the next start waits for its delay
         await asyncio.sleep(SECONDS_BETWEEN_LOOKS)

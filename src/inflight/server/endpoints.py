@@ -1,4 +1,4 @@
-"""The one list of endpoints. Applications, routing to models, refusals, limits, traces and batch jobs read it.
+"""The list of all endpoints, used by applications, routing to models, refusals, limits, traces and batch jobs.
 
 A new endpoint is a handler in a room below and a row here.
 """
@@ -23,21 +23,21 @@ from inflight.server.wire.api_errors import OPENAI_ERRORS, ErrorEnvelope
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """What a server answers at a path.
+    """One endpoint.
 
     Attributes:
-        handler: answers; the annotation of its parameter `body` is the request model.
-        methods: those that it answers.
-        aliases: further paths, which the OpenAPI document does not mention.
+        handler: the handler; the annotation of its parameter `body` is the request model.
+        methods: HTTP methods.
+        aliases: further paths, left out of the OpenAPI document.
         errors: the envelope of its errors.
-        is_batch_line: whether a line of a batch file may ask for it.
-        operation: the name in traces of what it does (OpenTelemetry's semantic conventions); None: "chat".
-        answered_by: "model": where there are several, the application of the one that the request names; "server": the
-            server itself; "single model": only a server of one model has it.
+        is_batch_line: whether lines of batch files may use it.
+        operation: its operation name in traces (OpenTelemetry's semantic conventions); None: "chat".
+        answered_by: with several models: "model": the application of the requested one; "server": the server itself;
+            "single model": not available.
         is_for_operators: whether it is for probes and scrapers: it needs no key, has no limits, and is logged at debug
             level only.
-        streams_body: whether the handler receives the body piece by piece, with a limit of its own.
-        openapi: what else the OpenAPI document says.
+        streams_body: whether the handler streams the body, with its own limit.
+        openapi: additions to the OpenAPI document.
     """
 
     path: str
@@ -101,14 +101,14 @@ STREAMED_PATHS = frozenset(each.path for each in ENDPOINTS if each.streams_body)
 
 PAGE_PATHS = ("/", "/docs")
 PAGE_FILES = "/ui"
-"""The live page itself: files of this package, the same for every client."""
+"""The live page itself: static files."""
 
 LIVE_PATHS = "/live"
-"""What the live page shows: it needs a key like any request, and is neither limited nor logged, as it asks often."""
+"""The live page's data: it needs a key like any request, and is neither limited nor logged, since the page polls."""
 
 
 def add_endpoints(app: FastAPI, route_of: Callable[[Endpoint], type[APIRoute] | None]) -> None:
-    """Let an application answer at all endpoints for which there is a kind of route."""
+    """Add all endpoints for which there is a route class to an application."""
     for each in ENDPOINTS:
         if (kind := route_of(each)) is None:
             continue
@@ -125,13 +125,13 @@ def add_endpoints(app: FastAPI, route_of: Callable[[Endpoint], type[APIRoute] | 
 
 
 def errors_of_path(path: str) -> ErrorEnvelope:
-    """The envelope of errors at a path, which need not be that of an endpoint."""
+    """The error envelope of a path, known or not."""
     own = (each.errors for each in ENDPOINTS if each.errors is not OPENAI_ERRORS and path.startswith(each.path))
     return next(own, OPENAI_ERRORS)
 
 
 def operation_of(path: str) -> str:
-    """The name in traces of what is done at a path."""
+    """The operation name of a path in traces."""
     return next((each.operation for each in ENDPOINTS if each.path == path and each.operation), "chat")
 
 
@@ -141,5 +141,5 @@ def needs_no_key(path: str) -> bool:
 
 
 def is_work(path: str) -> bool:
-    """Whether a request to this path is one of those that the server is there for: limited, and logged."""
+    """Whether requests to this path are work: limited and logged."""
     return not needs_no_key(path) and not path.startswith(f"{LIVE_PATHS}/")

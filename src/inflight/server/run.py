@@ -1,7 +1,7 @@
-"""`serve_until_told`: runs the whole server in the foreground: application, operations around it, socket and engine.
-`serve_models_until_told`: the same for several models, whose engines come and go.
+"""`serve_until_told`: runs the whole server in the foreground: application, operations, socket and engine.
+`serve_models_until_told`: the same for several models, loaded on demand.
 
-Decides in which order they start and stop. Knows no endpoint and no command-line option.
+Decides the order of starts and stops. Knows no endpoint and no command-line option.
 """
 
 import asyncio
@@ -46,12 +46,12 @@ def serve_until_told(
 
     Args:
         listener: a listening socket; see `operations.listener`.
-        tell_ready: called when the engine is loaded. Requests are accepted before that, and wait.
+        tell_ready: called when the engine is loaded. Earlier requests are accepted and wait.
         environment_keys: more API keys, separated by commas.
         record_to: where `llm` records its steps, for the live page.
 
     Raises:
-        ModelError: the model cannot be loaded, or could not be loaded again.
+        ModelError: the model cannot be loaded or reloaded.
         EngineDeadError: the engine died while it was being loaded, or too often. (The server drains first.)
         ValueError: see `Operations`.
     """
@@ -114,8 +114,8 @@ def serve_models_until_told(
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
 ) -> None:
-    """Serve several models until SIGTERM or SIGINT, each loaded when it is first asked for. SIGHUP rereads the API
-    keys, SIGUSR1 reloads the models that are loaded.
+    """Serve several models until SIGTERM or SIGINT, each loaded on first use. SIGHUP rereads the API keys, SIGUSR1
+    reloads the loaded models.
 
     Args:
         options: those of each engine, as `AsyncLLM` takes them.

@@ -1,6 +1,6 @@
 """Text to token ids and back: tokenizer, chat template, incremental detokenizer, stop strings.
 
-Decides which tokens a prompt has and which text a sequence's tokens make. Knows nothing of models and steps.
+Knows nothing of models and steps.
 """
 
 from inflight.text.detokenizer import IncrementalDetokenizer

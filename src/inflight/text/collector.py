@@ -1,6 +1,6 @@
 """`Collector`: collects the engine's outputs for one request into its `RequestOutput`, with text.
 
-Runs in the caller's process. Knows tokens and texts, but nothing of steps or other requests.
+Runs in the caller's process. Knows nothing of steps or other requests.
 """
 
 import time
@@ -21,7 +21,7 @@ from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
 
 NOTHING_YET = SequenceOutput("", 0, [])
-"""The news of a sequence of which nothing was heard."""
+"""The initial output of a sequence."""
 
 
 class Collector:
@@ -55,10 +55,10 @@ class Collector:
         if tokenizer is not None:
             self._texts = [OutputText.of_request(tokenizer, prompt_token_ids, params) for _ in completions]
         self._num_unfinished = params.n
-        self._seen = [NOTHING_YET] * params.n  # the latest news of each sequence
+        self._seen = [NOTHING_YET] * params.n  # the latest output of each sequence
 
     def take_in(self, output: SequenceOutput) -> TextDelta:
-        """Add one step's output of one sequence; return what is new for the reader."""
+        """Add one step's output of one sequence; return the delta."""
         completion = self.output.outputs[output.index]
         completion.token_ids += output.new_token_ids
         logprobs, prompt_logprobs = self._take_in_scores(output)
@@ -86,7 +86,7 @@ class Collector:
         )
 
     def snapshot(self) -> RequestOutput:
-        """Return the output so far, with its text; later steps do not change it."""
+        """Return the output so far, with its text; a snapshot."""
         outputs = [
             replace(
                 each,
@@ -113,7 +113,7 @@ class Collector:
             assert completion.logprobs is not None
             assert completion.cumulative_logprob is not None
             completion.logprobs += logprobs
-            for score in output.scores:  # one by one, so that it does not depend on how many tokens a step gave
+            for score in output.scores:  # one by one, so that it does not depend on the number of tokens per step
                 completion.cumulative_logprob += score.logprob
         return logprobs, prompt_logprobs
 

@@ -1,9 +1,8 @@
 """`IncrementalDetokenizer`: turns a growing sequence of tokens into text, piece by piece.
 
-Decides when a piece of text is certain. Knows nothing of stop strings, and decodes nothing itself: the tokenizer
-decodes a short window of the last tokens, because a token's text depends on its neighbours. The window is the method of
-Hugging Face's text-generation-inference (`prefix_offset` and `read_offset` in
-server/text_generation_server/models/model.py), which vLLM uses, too. There are two differences:
+It returns text once it is certain. The tokenizer decodes a short window of the last tokens, because a token's text
+depends on its neighbours. The window is the method of Hugging Face's text-generation-inference (`prefix_offset` and
+`read_offset` in server/text_generation_server/models/model.py), which vLLM uses, too. There are two differences:
 
 - At most one incomplete character is held back. There, a tail that ends in U+FFFD blocks the stream until it ends in
   something else, which never happens in a run of invalid bytes or of tokens that each end in an incomplete character.
@@ -33,8 +32,8 @@ class IncrementalDetokenizer:
     """Turns one sequence's output tokens into text deltas, at a cost per token that does not grow with the sequence.
 
     The joined deltas are the text of `prompt + output` without the text of `prompt`: a first output token keeps its
-    leading space, and a character that the prompt left incomplete belongs to the output. They do not depend on how the
-    tokens are split into appends.
+    leading space, and a character that the prompt left incomplete belongs to the output. They do not depend on how
+    tokens are grouped into calls.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int], skip_special_tokens: bool = True) -> None:
@@ -42,12 +41,12 @@ class IncrementalDetokenizer:
         self._skip_special_tokens = skip_special_tokens
         self._byte_joiner = _ByteJoiner(tokenizer.byte_of_token)
         context = list(islice(filter(self._has_text, reversed(prompt_token_ids)), _MAX_WINDOW))
-        self._window = self._join(reversed(context))  # tokens that belong together are in one list
+        self._window = self._join(reversed(context))  # each list has tokens that are decoded together
         self._text = self._decode_window()
         self._num_shown = len(self._text)  # characters of the window's text that need not be shown
 
     def append(self, token_ids: Sequence[int]) -> str:
-        """Return the text that `token_ids` make certain; at most one incomplete character is held back."""
+        """Return the text that is certain after `token_ids`; at most one incomplete character is held back."""
         groups = self._join(filter(self._has_text, token_ids))
         step = _MAX_WINDOW - _MIN_WINDOW
         return "".join(self._advance(groups[start : start + step]) for start in range(0, len(groups), step))

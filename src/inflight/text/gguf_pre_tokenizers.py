@@ -1,4 +1,4 @@
-"""How a byte-level vocabulary's texts are split before merges apply, by the name in a GGUF file's `tokenizer.ggml.pre`.
+"""Pre-tokenization of byte-level vocabularies, by the name in a GGUF file's `tokenizer.ggml.pre`.
 
 The names are llama.cpp's, the patterns those of the models' own tokenizers. `transformers` has the others.
 """
@@ -12,14 +12,14 @@ DEEPSEEK_CASED = (
     r"\s?[\p{Lu}\p{Ll}\p{Lt}&&[^\u0560-\u0588\u10c7-\u10ff\u1c80-\u1c8a\u2d00-\u2d2d\ua790-\uab68"
     r"\x{10570}-\x{105bc}\x{10d50}-\x{10d85}\x{16e40}-\x{1df2a}]]+"
 )
-"""Its original lists the letters' ranges: the cased ones, except for some scripts."""
+"""The original lists the ranges of cased letters, except for some scripts."""
 DEEPSEEK_MARKS = r"\s?[!-/:-~\uff01-\uff0f\uff1a-\uff5e\u2018-\u201f\u3000-\u3002]+"
 DEEPSEEK_CJK, DEEPSEEK3_CJK = r"[\u0800-\u9fa5\uac00-\ud7ff]+", r"[\u4e00-\u9fa5\u3040-\u30ff]+"
 DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
 )
 IN_BYTES = ""
-"""Where a text becomes bytes, if that is not the last step: later patterns see the characters that stand for bytes."""
+"""Where text is mapped to bytes, if that is not the last step: later patterns see the byte characters."""
 PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
     "modern-bert mpt olmo jais trillion granite-docling exaone4": (GPT2,),
@@ -38,13 +38,13 @@ PATTERNS: dict[str, tuple[str, ...]] = {
     "deepseek-coder": (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", DEEPSEEK_CJK, r"\p{N}"),
     "deepseek-v3 hunyuan-dense joyai-llm hy_v4": (r"\p{N}{1,3}", DEEPSEEK3_CJK, DEEPSEEK3 + BLANKS),
 }
-"""What splits the texts, one after the other. A name among the patterns is that of one in `transformers`."""
+"""The patterns that split texts, in order. A name stands for one in `transformers`."""
 WHOLE_WORDS = "llama3 llama-v3 llama-bpe falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano tekken minicpm5"
-"""Whose words are one token if the vocabulary has them, whether merges lead there or not."""
+"""Those that make a word one token if it is in the vocabulary, regardless of merges."""
 
 
 def set_pre_tokenizer(backend: Any, name: Any) -> tuple[str, ...]:
-    """Let a `tokenizers.Tokenizer` split texts as the original of this name does. Returns a note if it is unknown."""
+    """Set the pre-tokenizer of this name on a `tokenizers.Tokenizer`. Returns a note if it is unknown."""
     from tokenizers import Regex, normalizers, pre_tokenizers
     from transformers.integrations.gguf.gguf_tokenizer_mapping import GGUF_PRE_TOKENIZER_SPLITS as SPLITS
 

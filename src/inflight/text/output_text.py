@@ -1,8 +1,8 @@
 """The text of one sequence's output, up to its stop string.
 
-Decides after which token a sequence ends because of its text. Knows nothing of EOS: a token that ended the sequence and
-whose text is not wanted is simply not appended. The same code runs next to the engine (for sequences with stop strings,
-to end them at once) and in the caller's process (for the text), so both find the same end.
+Finds the token at which a stop string ends a sequence. EOS tokens, whose text is not shown, are simply not appended.
+The same code runs beside the engine (to end sequences with stop strings at once) and in the caller's process (for the
+text), so both find the same end.
 """
 
 from __future__ import annotations
@@ -53,14 +53,14 @@ class ReasoningText:
 
 
 class OutputText:
-    """Joins an incremental detokenizer and stop strings for one sequence.
+    """Combines an incremental detokenizer and stop strings for one sequence.
 
-    The output does not depend on how its tokens are split into appends. Stop strings are searched only in the text of
-    tokens after the first `min_tokens`, and behind reasoning. Raises ValueError for an empty stop string.
+    The output does not depend on how tokens are grouped into calls. Stop strings are searched only in the text of
+    tokens after the first `min_tokens`, and after reasoning. Raises ValueError for an empty stop string.
 
     Attributes:
         stop_reason: the stop string that has ended the text, if any.
-        num_tokens_until_stop: how many appended tokens belong to the output: all, or those up to the end of the stop
+        num_tokens_until_stop: appended tokens that belong to the output: all, or those up to the end of the stop
             string.
     """
 
@@ -127,7 +127,7 @@ class OutputText:
         return self._show("".join(deltas))
 
     def finish(self) -> str:
-        """Return what was held back, when the sequence has ended. A stop string in it is found, too."""
+        """Return the held-back text, when the sequence has ended. It is also searched for stop strings."""
         if self.stop_reason is not None or self.num_tokens_until_stop == 0:
             return ""
         delta = self._detokenizer.finish()

@@ -1,11 +1,10 @@
 """`StopStrings`: finds where a text ends because of a stop string.
 
-Decides which stop string counts, and how much text can be shown before that is known. Knows nothing of tokens.
+Decides which stop string counts, and how much text can be shown meanwhile. Knows nothing of tokens.
 
-The stop string that counts is the one whose last character comes first; of several that end there, the longest. A
-reader who checks the text after each character would stop at the same place, so the end can be acted on at once and
-does not depend on how the text was cut into pieces. (vLLM checks after each token and takes the first stop string of
-its list that is in the text so far: the same, except when a single token completes two.)
+The stop string that ends first counts; of several that end there, the longest. This equals a check after each
+character, so it takes effect at once and does not depend on how the text was divided. (vLLM checks after each token and
+takes the first stop string of its list that is in the text so far: the same, except when a single token completes two.)
 """
 
 from __future__ import annotations
@@ -17,14 +16,13 @@ from collections.abc import Sequence
 class StopStrings:
     """Watches one text, fed in pieces, for stop strings; buffers less than the longest of them.
 
-    What is held back is the longest end of the text with which a stop string begins, so a stop string that is complete
-    ends there, too. Whether one begins with a text is looked up in the sorted list of them. Nothing is prepared, so a
-    request with many long stop strings and many sequences costs no more at its start than any other. Each character is
-    added once and dropped at most once, each time with one look-up.
+    It holds back the longest suffix of the text that is a prefix of a stop string, so a complete stop string ends
+    there, too. Prefixes are looked up in the sorted list of stop strings. There is no setup cost, even for many long
+    stop strings and many sequences. Each character is added once and dropped at most once, each with one lookup.
     """
 
     def __init__(self, stop: Sequence[str], include_stop_str_in_output: bool = False) -> None:
-        """Raise ValueError for an empty stop string, which every text contains, and for a bare string."""
+        """Raise ValueError for an empty stop string, and for a bare string."""
         if isinstance(stop, str) or "" in stop:
             raise ValueError(f"stop strings must be a list of strings that are not empty, not {stop!r}")
         self._stop = tuple(sorted(set(stop)))
@@ -36,8 +34,8 @@ class StopStrings:
     def feed(self, delta: str) -> tuple[str, str | None]:
         """Return the text that is safe to show after `delta`, and the stop string that has ended the text, if any.
 
-        The text is cut right before the stop string, or right after it with `include_stop_str_in_output`. Once the text
-        has ended, nothing more is shown.
+        The text is cut before the stop string, or after it with `include_stop_str_in_output`. After the end, nothing
+        more is returned.
         """
         if self._hit is not None:
             return "", self._hit
@@ -55,7 +53,7 @@ class StopStrings:
         return text[:begin], None
 
     def flush(self) -> str:
-        """Return what was held back, for a text that has ended without a stop string."""
+        """Return the held-back text, for a text that ended without a stop string."""
         text, self._held_back = self._held_back, ""
         return text
 

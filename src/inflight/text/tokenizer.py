@@ -1,7 +1,6 @@
 """`Tokenizer`: converts text and chats to token ids, and token ids to text.
 
-Decides which errors its user sees, and which token ids stand for text at all. Knows neither files (`tokenizer_files`)
-nor streams: `detokenizer` turns a growing sequence into text.
+`tokenizer_files` reads files; `detokenizer` turns a growing sequence into text.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 ANSWER = "Quixotic"
-"""A word that no chat template writes by itself."""
+"""A word that no chat template contains."""
 CONFIGURATION = "configuration"
-"""What names the tokens that end a sequence in `generation_config`, which without a file is made of the `config`."""
+"""The source name of EOS tokens in `generation_config`, which defaults to the `config`."""
 
 
 class Tokenizer:
     """A thin wrapper around a `transformers` tokenizer, fast or slow; `.inner` is the wrapped one.
 
     Attributes:
-        named_ends: token ids that end a turn, by what names them in the file that it comes from.
-        notes: what had to be assumed when it was read.
+        named_ends: token ids that end a turn, by source in the tokenizer's file.
+        notes: assumptions made when it was read.
     """
 
     def __init__(
@@ -46,11 +45,11 @@ class Tokenizer:
         return token_id
 
     def ends(self, configured: Iterable[int] = ()) -> dict[int, str]:
-        """Return the tokens that end a sequence, and what names each: the model's configuration (`configured`), a file
-        (`named_ends`), and, if the model chats or no other is named, the tokenizer (its EOS) and its chat template.
+        """Return the tokens that end a sequence, with their sources: the model's configuration (`configured`), a file
+        (`named_ends`), and, if the model chats or none is named, the tokenizer (its EOS) and its chat template.
 
-        The template names the first token that it writes right behind an answer, or, of several, one that is named
-        elsewhere, too: Harmony's and Command A's templates also write tokens that end only a part of a turn.
+        The template's is the first token directly after an answer, or, of several, one that is also named elsewhere:
+        Harmony's and Command A's templates also have tokens that end only a part of a turn.
         """
         named = [(each, CONFIGURATION) for each in configured]
         named += [(each, key) for key, each in self.named_ends.items()]
@@ -62,7 +61,7 @@ class Tokenizer:
         return {token_id: ", ".join(name for each, name in named if each == token_id) for token_id, _ in named}
 
     def _closing_tokens(self) -> list[int]:
-        """The added tokens that the chat template writes right behind an answer, in order."""
+        """The added tokens that the chat template writes directly after an answer, in order."""
         if not self.inner.chat_template:
             return []
         messages = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": ANSWER}]
@@ -81,9 +80,9 @@ class Tokenizer:
         return len(self.inner)
 
     def most_characters(self, num_tokens: int) -> int:
-        """How many characters a text of `num_tokens` tokens can have, if each of them were the longest one.
+        """The most characters of a text of `num_tokens` tokens.
 
-        (A tokenizer that makes one token of any number of unknown or blank characters could fit more of these.)"""
+        (A tokenizer that merges runs of unknown or blank characters could fit more.)"""
         return num_tokens * self._longest
 
     @cached_property
@@ -99,11 +98,11 @@ class Tokenizer:
     def encode_pair(
         self, first: str, second: str | None, max_tokens: int | None = None
     ) -> tuple[list[int], list[int] | None]:
-        """Return the token ids of a text, or of two together, with special tokens; and which of the two each belongs
-        to, if the model is told.
+        """Return the token ids of a text, or a pair, with special tokens; and their token types, if the model uses
+        them.
 
         Args:
-            max_tokens: longer ones are cut, as the tokenizer cuts them, special tokens kept.
+            max_tokens: truncate longer ones, as the tokenizer does, keeping special tokens.
         """
         if max_tokens is None:
             read = self.inner(first, second, verbose=False)
@@ -115,7 +114,7 @@ class Tokenizer:
 
     @cached_property
     def _cutting(self) -> PreTrainedTokenizerBase:
-        """A copy that cuts: a tokenizer keeps the length that it was last told, for all threads."""
+        """A copy with truncation, which is a tokenizer's shared state."""
         return copy.deepcopy(self.inner)
 
     def spellings(self, word: str) -> list[tuple[int, ...]]:
@@ -160,7 +159,7 @@ class Tokenizer:
                 tokenize=False,
                 **(chat_template_kwargs or {}),
             )
-        except Exception as error:  # a template is a program: it can raise anything
+        except Exception as error:  # a template is a program, and can raise anything
             raise InvalidRequestError(f"the chat template cannot write these messages: {one_line(error)}") from error
         return text
 
@@ -176,7 +175,7 @@ class Tokenizer:
         return text
 
     def text_of(self, token_id: int) -> str:
-        """Return the text of a single token, special ones included. Remembers the latest, because tokens recur."""
+        """Return the text of a single token, special ones included. Caches the latest."""
         return self._text_of(token_id)
 
     @cached_property
@@ -184,17 +183,17 @@ class Tokenizer:
         return lru_cache(maxsize=2**16)(lambda token_id: self.decode([token_id], skip_special_tokens=False))
 
     def bytes_of(self, token_id: int) -> bytes:
-        """Return the bytes of a single token's text; of a token that is a part of a character, that part."""
+        """Return the bytes of a single token's text, also of partial characters."""
         if token_id in self.byte_of_token:
             return bytes([self.byte_of_token[token_id]])
         text = self.text_of(token_id)
         if "\ufffd" in text and self.inner.is_fast:
-            with suppress(KeyError, TypeError):  # a vocabulary of bytes that no letters stand for
+            with suppress(KeyError, TypeError):  # a byte vocabulary without byte characters
                 return bytes(map(_byte_of_letter().__getitem__, self.inner.convert_ids_to_tokens(token_id)))
         return text.encode(errors="replace")
 
     def has_text(self, token_id: int, skip_special_tokens: bool = True) -> bool:
-        """Whether `decode` writes text for `token_id`: it is not a skipped special token, and it has a token.
+        """Whether `decode` gives text for `token_id`: it exists, and is not a skipped special token.
 
         A model's vocabulary may be padded beyond its tokenizer's, so a model can sample an id without a token.
         """
@@ -227,7 +226,7 @@ class Tokenizer:
 
 @lru_cache(maxsize=1)
 def _byte_of_letter() -> Mapping[str, int]:
-    """The byte that each letter stands for in the vocabularies of byte-level tokenizers."""
+    """The byte of each character in byte-level vocabularies."""
     from transformers.convert_slow_tokenizer import bytes_to_unicode
 
     return {letter: byte for byte, letter in bytes_to_unicode().items()}

@@ -1,6 +1,5 @@
-"""Where a tokenizer comes from: the files of a folder, or of a repository on the Hugging Face hub, or a GGUF file.
-
-`transformers` is imported only when a tokenizer is read.
+"""Loads tokenizers from a folder, a repository on the Hugging Face hub, or a GGUF file. `transformers` is imported only
+when one is read.
 """
 
 from __future__ import annotations
@@ -37,18 +36,17 @@ _TOKENIZER_FILES = (
 )
 
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
-"""What a tokenizer and a GGUF file call the tokens with a role."""
+"""Names of role tokens in a tokenizer and in a GGUF file."""
 ENDS = ("eos", "eot", "eom")
-"""What a GGUF file calls the tokens that end a sequence, a turn, and a message that waits for a tool."""
+"""A GGUF file's keys of the tokens that end a sequence, a turn, and a message that waits for a tool."""
 NO_TOKEN = (-1, 2**32 - 1)
-"""What GGUF files say of a role that no token has."""
+"""GGUF's value of an unassigned role."""
 
 
 def load_tokenizer(
     model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
 ) -> Tokenizer | None:
-    """The tokenizer that was given, else the one that comes with the model; None if there is none. Raises
-    `ModelError`."""
+    """The given tokenizer, else the model's; None if there is none. Raises `ModelError`."""
     if is_loaded_tokenizer(tokenizer):
         return Tokenizer(tokenizer)
     if tokenizer is None and is_loaded_model(model):
@@ -81,7 +79,7 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
 
     try:
         inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
-    except Exception as error:  # a broken file can raise anything
+    except Exception as error:  # a damaged file can raise anything
         raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
     if len(inner) > len(inner.all_special_ids):
         return Tokenizer(inner)
@@ -91,8 +89,8 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
 
 
 class _Handed:
-    """A tokenizer that its new owner takes as it is. `transformers` makes a deep copy of what it is given, which writes
-    and reads a vocabulary of 262,144 tokens in more than a second."""
+    """Prevents `transformers`' deep copy of a given tokenizer, which takes more than a second for a vocabulary of
+    262,144 tokens."""
 
     def __init__(self, tokenizer: object) -> None:
         self._tokenizer = tokenizer
@@ -120,7 +118,7 @@ def _from_gguf(path: Path) -> Tokenizer | None:
         options["add_bos_token"] = False  # its chat template writes one
 
     def token_of(role: str) -> int | None:
-        """None if the file gives it to no token, or to one outside its vocabulary, and nothing here depends on it."""
+        """Drop a role that is unassigned, or outside the vocabulary, if nothing here depends on it."""
         token_id, size = metadata.get(key := f"tokenizer.ggml.{role}_token_id"), len(given["tokens"])
         if token_id is None or (isinstance(token_id, int) and 0 <= token_id < size):
             return token_id

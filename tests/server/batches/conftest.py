@@ -1,4 +1,4 @@
-"""A server with batch jobs, shared by all tests that do not mind each other's, and an engine that waits."""
+"""A server with batch jobs, shared by tests that tolerate each other's jobs, and an engine that waits."""
 
 from collections.abc import Iterator
 from pathlib import Path

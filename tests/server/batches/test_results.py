@@ -1,4 +1,4 @@
-"""What a job answers: each line what it would get alone, in the order of the lines, and errors apart."""
+"""A job's results: each line gets its output when run alone, in the order of the lines; errors are separate."""
 
 import json
 from typing import Any

@@ -1,4 +1,4 @@
-"""Jobs that are not finished: beside ordinary requests, cancelled, and taken up again by the next server."""
+"""Unfinished jobs: beside ordinary requests, cancelled, and resumed by the next server."""
 
 from pathlib import Path
 from typing import Any
@@ -18,8 +18,8 @@ from tests.stepper import Stepper
 
 
 def run_until_some_are_answered(stepper: Stepper, server: RunningServer, job: Any) -> int:
-    """Let the engine make so few steps that a job of `long_lines` has some more results and is not finished. Returns
-    how many results it has then."""
+    """Let the engine run until a job of `long_lines` has more results, but is not finished. Returns its number of
+    results."""
 
     def num_completed() -> int:
         counts = server.client.batches.retrieve(job.id).request_counts
@@ -130,7 +130,7 @@ def test_the_next_servers_go_on_and_no_line_is_lost_or_twice(monkeypatch: pytest
             num_completed.append(run_until_some_are_answered(stepper, server, job))
             server._server.should_exit = True
             wait_for(server.app.state.batch_jobs._working.done)
-            stepper.allow()  # the engine can end, and nobody asks it for results any more
+            stepper.allow()  # the engine can end, and its results are not read any more
     assert 0 < num_completed[1] < num_completed[2] < 30
 
     stepper = Stepper(monkeypatch, num_blocks=1000, max_num_seqs=4)
@@ -158,7 +158,7 @@ def test_a_second_server_on_the_same_folder_is_refused(stepper: Stepper, tmp_pat
         create_app(stepper.llm, ServerSettings(batch_dir=str(tmp_path / "file")))
 
 
-def test_whoever_has_another_key_sees_neither_files_nor_jobs(stepper: Stepper, tmp_path: Path) -> None:
+def test_another_key_sees_neither_files_nor_jobs(stepper: Stepper, tmp_path: Path) -> None:
     stepper.allow()
     served = create_app(stepper.llm, ServerSettings(batch_dir=str(tmp_path)))
     app = ApiKeys(["sk-one", "sk-two"]).middleware(served)

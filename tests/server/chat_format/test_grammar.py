@@ -214,7 +214,7 @@ def test_only_the_named_tool_is_called_and_only_once(tokenizer: Tokenizer) -> No
             "'g' is allowed, but it is not in tools",
         ),
         ({"tools": [tool("f")], "template": "{{ messages }}"}, "this model's chat template does not tell the model"),
-        ({"tools": [tool("f")], "template": "{{ tools }}"}, "it is not known how this model writes calls"),
+        ({"tools": [tool("f")], "template": "{{ tools }}"}, "this model's notation of calls is unknown"),
         ({"tools": [tool("f", {"not": {}}, strict=True)]}, "the tool 'f': json_schema has 'not' at #"),
         (
             {"tools": [tool("f", {"not": {}})], "tool_choice": "required"},

@@ -311,7 +311,7 @@ def test_a_conversation_continues_with_the_messages_of_the_client(server: Runnin
 @pytest.mark.parametrize(
     ("fields", "param", "message"),
     [
-        ({"tools": TOOLS}, "tools", "it is not known how this model writes calls"),
+        ({"tools": TOOLS}, "tools", "this model's notation of calls is unknown"),
         ({"tools": TOOLS, "chat_template": TEMPLATE}, "tools", "chat template does not tell the model about tools"),
         ({"tools": [TOOLS[0]] * 2, "tool_choice": "required"}, "tools", "tools has 'Weather' more than once"),
         ({"tool_choice": "required"}, "tool_choice", "tools has no tools"),

@@ -60,6 +60,6 @@ def shared_models(folders: dict[str, str]) -> Iterator[RunningModels]:
 
 @pytest.fixture
 def models(shared_models: RunningModels) -> Iterator[RunningModels]:
-    """The shared server, which nobody uses before and after the test."""
+    """The shared server, idle before and after the test."""
     yield shared_models
     shared_models.wait_until_unused()

@@ -58,7 +58,7 @@ class Histories(RuleBasedStateMachine):
         for name in decision.load:
             assert name not in self.loaded | self.loading | self.unloading
             self.loading.add(name)
-            for earlier in line[: line.index(name)]:  # nobody is overtaken
+            for earlier in line[: line.index(name)]:  # no model is overtaken
                 assert earlier in self.loaded | self.loading | self.unloading
         return decision
 
@@ -132,7 +132,7 @@ class Histories(RuleBasedStateMachine):
 
     @invariant()
     def memory_is_kept_within(self) -> None:
-        if not hasattr(self, "roster"):
+        if not hasattr(self, "scheduler"):
             return
         there = self.loading | self.loaded | self.unloading
         assert len(there) <= self.max_loaded
@@ -144,7 +144,7 @@ class Histories(RuleBasedStateMachine):
             assert entry.num_uses == self.uses(name)
 
     @invariant()
-    def nobody_waits_for_nothing(self) -> None:
+    def only_a_full_machine_makes_requests_wait(self) -> None:
         for name in dict.fromkeys(getattr(self, "waiting", {}).values()):
             if name in self.loaded - self.lost:  # it is another's turn first, and that one waits for this to fall idle
                 assert name == self.scheduler.closed
@@ -154,8 +154,8 @@ class Histories(RuleBasedStateMachine):
                 assert self.loading or self.unloading or (closed is not None and self.uses(closed))
 
     def teardown(self) -> None:
-        """Once every request ends and every load succeeds, everybody's turn comes."""
-        if not hasattr(self, "roster"):
+        """Once every request ends and every load succeeds, every waiting request is served."""
+        if not hasattr(self, "scheduler"):
             return
         for _ in range(200):
             if not self.waiting:
@@ -178,7 +178,7 @@ TestHistories.settings = settings(max_examples=150, stateful_step_count=40, dead
 
 
 def loaded(scheduler: LoadScheduler, *names: str) -> None:
-    """Let models be loaded, one after another, and nobody use them."""
+    """Load models one after another, without using them."""
     for now, name in enumerate(names):
         ticket = scheduler.ask(name)
         assert scheduler.decide(now).load == [name]
@@ -244,7 +244,7 @@ def test_a_closed_model_stays_closed_until_it_is_idle() -> None:
     assert scheduler.closed is None
 
 
-def test_when_nobody_waits_for_its_place_any_more_a_closed_model_takes_requests_again() -> None:
+def test_a_closed_model_takes_requests_again_when_no_model_waits_for_its_place() -> None:
     scheduler = LoadScheduler(SIZES, 1)
     scheduler.ask("a")
     scheduler.decide(0)
@@ -328,4 +328,4 @@ def test_a_model_that_cannot_be_loaded_is_tried_again_ever_later() -> None:
     scheduler.lost("a", ValueError("dead"), now)
     failure = scheduler.failure("a", now)
     assert failure is not None
-    assert failure.retry_time == now + FIRST_DELAY  # counted anew after a load
+    assert failure.retry_time == now + FIRST_DELAY  # a successful load resets the delay

@@ -142,7 +142,7 @@ def test_metrics_have_the_names_of_models_and_go_on_counting(models: RunningMode
         models.complete(name)
     before = models.samples
     for name in MODELS:
-        models.complete(name)  # each is loaded anew
+        models.complete(name)  # each load is a new one
     models.http.post("/v1/completions", json={"prompt": "a"})
     after = models.samples
     for name in MODELS:
@@ -159,7 +159,7 @@ def test_metrics_have_the_names_of_models_and_go_on_counting(models: RunningMode
     assert {name for name, state in models.states.items() if state == "loaded"} == {n for n in states if states[n]}
     assert after["inflight:http_requests_total", "POST", "", "/v1/completions", "400"] >= 1
     assert after["inflight:model_load_seconds", "red"] > 0
-    for name, is_loaded in states.items():  # or alerts would take a model that nobody asks for to be dead
+    for name, is_loaded in states.items():  # alerts must not report an unused model as dead
         assert after.get(("inflight:engine_up", "0", name)) == (1.0 if is_loaded else None)
         assert (("vllm:num_requests_running", "0", name) in after) == is_loaded
     text = models.http.get("/metrics").text

@@ -171,7 +171,7 @@ def test_a_model_that_cannot_be_loaded_fails_its_own_requests(
 
 
 @pytest.mark.thorough
-def test_a_model_whose_engine_is_lost_is_loaded_anew(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_whose_engine_is_lost_is_reloaded(folders: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(self: Engine) -> None:
         raise KeyError("lost")
 
@@ -238,7 +238,7 @@ def test_every_request_ends_when_the_server_drains(folders: dict[str, str], gate
         gate.set()
 
 
-def test_weights_are_loaded_anew_in_those_that_are_loaded(folders: dict[str, str]) -> None:
+def test_weights_are_reloaded_in_loaded_models(folders: dict[str, str]) -> None:
     with RunningModels(folders, engine={"in_process": False}) as server:
         server.complete("red")
         (red,) = server.served.pool.loaded().values()

@@ -1,4 +1,4 @@
-"""The head of a request has to arrive within a time limit, and there are only so many connections."""
+"""A request's head must arrive within a time limit, and the number of connections is limited."""
 
 import asyncio
 import logging

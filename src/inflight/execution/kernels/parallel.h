@@ -16,7 +16,7 @@ void for_each_item(int64_t num_items, const Function& function) {
   run_items(num_items, thread_count(), function);
 }
 
-// Calls function(begin, end) for ranges that together are [0, size), of `least` numbers or more if there are so many.
+// Calls function(begin, end) for ranges that together are [0, size), of at least `least` numbers, if there are as many.
 template <class Function>
 void for_each_range(int64_t size, int64_t least, const Function& function) {
   const int64_t num_threads = thread_count(), most = num_threads > 1 ? kRangesOfThread * num_threads : 1;

@@ -75,7 +75,7 @@ FULL_PRECISION = Tolerance(attention=2e-5, logits=2e-5, isolation=2e-5)
 LOW_PRECISION = Tolerance(attention=3e-2, logits=1e-2, isolation=1e-3)
 ROUNDED_IN_PARTS = Tolerance(attention=1e-1, logits=1e-1, isolation=1e-3)
 """For a sharded model in low precision: each partial sum is rounded. (Measured: up to 8e-3 and 1.2e-2.)"""
-ROUNDED_ANEW = Tolerance(attention=0.5, logits=0.5, isolation=1e-3)
+PREPACKED_LOW_PRECISION = Tolerance(attention=0.5, logits=0.5, isolation=1e-3)
 """For a proved, then prepacked model. In low precision prepacked layers round differently, and a sharp softmax or a
 router amplifies that, so only gross mistakes can be found. (Unrelated results have an error of 1.4, zeros one of 1.)"""
 

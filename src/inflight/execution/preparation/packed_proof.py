@@ -41,7 +41,7 @@ from inflight.execution.preparation import whole_texts
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
-    ROUNDED_ANEW,
+    PREPACKED_LOW_PRECISION,
     ROUNDED_IN_PARTS,
     PrepackingError,
     Tolerance,
@@ -174,7 +174,7 @@ def prepare_packed(
         try:
             _prepack(model, proof.linear_calls, weight_format, release)
             if tolerance is not FULL_PRECISION or rounds:
-                tolerance = ROUNDED_ANEW
+                tolerance = PREPACKED_LOW_PRECISION
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
             is_batch_invariant, router_rows = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
@@ -356,8 +356,8 @@ def _make_batch_invariant(
 
 
 def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]:
-    """Rows that a step has at least, and those of a router: fewer ones first. A short trial does not show all that a
-    router, or experts that the model runs in a way of its own, do with the numbers of a single row."""
+    """Least rows of a step, and of a router, fewer first. A short trial does not show everything that a router, or
+    experts run by the model's own code, do with a single row."""
     if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
         yield 1, RouterRows.IN_A_BATCH
     yield MIN_PACKED_ROWS, RouterRows.AS_GIVEN

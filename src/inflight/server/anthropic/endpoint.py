@@ -1,4 +1,4 @@
-"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: decides what answers, streams and errors look like."""
+"""Anthropic's `/v1/messages` and `/v1/messages/count_tokens`: formats answers, streams and errors."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -18,7 +18,7 @@ from inflight.server.wire.json_route import to_json
 from inflight.server.wire.off_loop import off_loop
 
 SIGNATURE = "unsigned"
-"""Of reasoning. Anthropic's servers sign theirs; clients send a signature back as it is."""
+"""The signature of reasoning. Anthropic's servers sign theirs; clients send it back unchanged."""
 
 
 async def messages(body: MessagesRequest, request: Request) -> Response:
@@ -48,8 +48,8 @@ _TYPES: Mapping[int, str] = {
 }
 
 _TOO_LONG = "prompt is too long"
-"""Anthropic's envelope has no code for it: clients look for these words in the message (Claude Code does, to compact
-its chat)."""
+"""Anthropic's envelope has no code for it: clients match these words in the message (Claude Code does, to compact its
+chat)."""
 
 
 class AnthropicErrors(ErrorEnvelope):
@@ -78,7 +78,7 @@ class _Answer(ChatAnswer[MessagesRequest]):
 
     @property
     def shows_reasoning(self) -> bool:
-        """Whether the client wants to see reasoning."""
+        """Whether the answer includes reasoning."""
         return self.body.thinking is None or self.body.thinking.display != "omitted"
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -92,7 +92,7 @@ class _Answer(ChatAnswer[MessagesRequest]):
         return _Events(self)
 
     def ending(self, output: RequestOutput, blocks: Blocks) -> dict[str, str | None]:
-        """Return why the answer ended. Anthropic's API has no name for stop tokens, so those count as "end_turn"."""
+        """Return the stop reason. Anthropic's API has none for stop tokens, so these count as "end_turn"."""
         (completion,) = output.outputs
         if completion.finish_reason == "length":
             is_full = len(completion.token_ids) < self.body.max_tokens
@@ -112,7 +112,7 @@ class _Answer(ChatAnswer[MessagesRequest]):
 
 
 def _content(block: Block, shows_reasoning: bool) -> dict[str, Any]:
-    """Return a whole block. The arguments of a tool call that was cut off are left out: they are not valid JSON."""
+    """Return a whole block. Truncated arguments of a tool call are left out: they are not valid JSON."""
     if isinstance(block, ReasoningBlock):
         return {"type": "thinking", "thinking": block.text if shows_reasoning else "", "signature": SIGNATURE}
     if isinstance(block, TextBlock):
@@ -125,7 +125,7 @@ def _content(block: Block, shows_reasoning: bool) -> dict[str, Any]:
 
 
 def _usage(num_prompt: int, num_output: int, num_cached: int = 0) -> dict[str, Any]:
-    """Return `usage`; prompt tokens found in the prefix cache are counted apart from the prompt's other tokens."""
+    """Return `usage`, with cached prompt tokens counted separately."""
     return {
         "input_tokens": num_prompt - num_cached,
         "cache_creation_input_tokens": 0,
@@ -165,7 +165,7 @@ class _Events(Events):
         return _event("message_start", message=message) + _event("ping")
 
     def _grown(self, growth: BlockDelta) -> bytes:
-        """Return a growth's events: for a new block, the previous block's end and its own start; then the addition."""
+        """Return a delta's events: for a new block, the previous block's end and its own start; then the addition."""
         number, block, added, is_new = growth
         if not added and not is_new:
             return b""

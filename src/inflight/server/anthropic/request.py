@@ -1,6 +1,5 @@
-"""The request of `/v1/messages`: Anthropic's form of a chat, and what the chat template receives of it.
-
-Decides how blocks and turns become messages that templates know, and how tools become OpenAI's. Knows no template.
+"""The request of `/v1/messages`, and the conversion of its blocks, turns and tools to OpenAI's form for chat templates.
+Knows no template.
 """
 
 from collections.abc import Iterable, Iterator
@@ -31,7 +30,7 @@ from inflight.server.wire.strict_model import Many, StrictModel, by_type, leavin
 
 
 class CacheControl(StrictModel):
-    """Accepted and ignored: the prefix cache keeps prefixes anyway, for as long as there is room."""
+    """Accepted and ignored: the prefix cache keeps prefixes anyway, while there is room."""
 
     MAY_HAVE_MORE = True
 
@@ -40,7 +39,7 @@ class CacheControl(StrictModel):
 
 
 class Cached(StrictModel):
-    """What may say how long its prefix is kept."""
+    """An object that may have `cache_control`."""
 
     cache_control: CacheControl | None = None
 
@@ -69,7 +68,7 @@ class ToolUseBlock(Cached):
 
 
 class ToolResultBlock(Cached):
-    """The result of a tool call. (Templates do not know `is_error`, so the text itself must say so.)"""
+    """The result of a tool call. (Templates lack `is_error`, so the text itself must say so.)"""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -78,7 +77,7 @@ class ToolResultBlock(Cached):
 
 
 class ThinkingBlock(Cached):
-    """What the assistant reasoned in an earlier turn. Most chat templates leave it out unless calls follow it."""
+    """Reasoning of an earlier turn. Most chat templates drop it unless calls follow."""
 
     type: Literal["thinking"]
     thinking: str
@@ -102,7 +101,7 @@ BLOCKS_OF = {
 
 
 NO_SECRETS = leaving_out("content", only=["redacted_thinking"])
-"""What another model has reasoned in an earlier turn, in a form that only its provider can read."""
+"""Encrypted reasoning of another provider's model in an earlier turn."""
 
 
 class Turn(StrictModel):
@@ -112,7 +111,7 @@ class Turn(StrictModel):
     content: str | Annotated[Many[Block], NO_SECRETS]
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """Yield each block as a message of its own. Raises `ApiError` for blocks that the role cannot have."""
+        """Yield each block as a separate message. Raises `ApiError` for blocks that the role cannot have."""
         if isinstance(self.content, str):
             yield {"role": self.role, "content": self.content}
             return
@@ -181,7 +180,7 @@ class MessagesTool(Cached):
 
 
 NO_OTHER_TOOLS = leaving_out("tools", "custom", absent="custom")
-"""Tools that Anthropic's servers run, or define, are left out: the model does not learn of them, so it calls none."""
+"""Tools run or defined by Anthropic's servers are left out of the prompt, so the model never calls them."""
 
 AnyTool = Annotated[MessagesTool, of_type("tools", "custom", absent="custom")]
 
@@ -230,11 +229,11 @@ class OutputConfig(StrictModel):
 
 
 class ThinkingConfig(StrictModel):
-    """Whether the model is to think, if its chat template can tell it, and whether the answer has its reasoning.
+    """Whether the model should reason, if its chat template supports it, and whether the answer includes it.
 
     Attributes:
-        type: "adaptive" and "between_tools": as the chat template has it.
-        budget_tokens: how many tokens reasoning may have.
+        type: "adaptive" and "between_tools": the chat template's default.
+        budget_tokens: the most reasoning tokens.
         display: "omitted": blocks of reasoning are empty.
     """
 
@@ -279,7 +278,7 @@ class CountRequest(Cached):
 
     @property
     def wanted_thinking(self) -> Thinking:
-        """What the request says about reasoning."""
+        """The request's reasoning options."""
         kind = None if self.thinking is None else self.thinking.type
         is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
         effort = None if self.output_config is None else self.output_config.effort
@@ -300,7 +299,7 @@ class CountRequest(Cached):
 
     @property
     def structured_output(self) -> StructuredOutput | None:
-        """The form that the text must have. Raises `ApiError`."""
+        """The structured output requested. Raises `ApiError`."""
         if self.output_config is None or self.output_config.format is None:
             return None
         schema = to_json(self.output_config.format["schema"]).decode()

@@ -1,1 +1,1 @@
-"""Batch jobs over HTTP: OpenAI's Files and Batches APIs, and how the requests of a job are answered."""
+"""Batch jobs over HTTP: OpenAI's Files and Batches APIs, and the answering of a job's requests."""

@@ -1,6 +1,6 @@
-"""`AppAnswerer` and `answered`: answer requests by the server's own code, without a socket.
+"""`AppAnswerer` and `answered`: answer requests by an ASGI application, without a socket.
 
-Whatever an endpoint takes, a line of a batch file may ask for, and is answered or refused as a client would be.
+A line of a batch file is answered or refused exactly like a client's request.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ class AppAnswerer:
     """Answers by an application; see `batches.worker.Answerer`.
 
     Args:
-        llm: what the application serves.
+        llm: the application's model.
     """
 
     def __init__(self, app: ASGIApp, llm: AsyncLLM) -> None:
@@ -33,13 +33,13 @@ class AppAnswerer:
                 await self._llm.start()
             except EngineGivenUpError:
                 raise
-            except EngineDeadError:  # it will be started again
+            except EngineDeadError:  # it will be restarted
                 await asyncio.sleep(SECONDS_BEFORE_RETRY)
             else:
                 return
 
     async def answer(self, url: str, body: bytes) -> tuple[int, bytes]:
-        """POST a body to a path; return the answer's status and body. The client stays until it is answered."""
+        """POST a body to a path; return the answer's status and body. The client never disconnects."""
         scope = {
             "type": "http",
             "http_version": "1.1",
@@ -64,15 +64,14 @@ class AppAnswerer:
 
 
 async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGenerator[list[Message], None]:
-    """Answer a request by an application: yield the messages of its answer, together those that are there together.
-
-    The client stays until it is answered. Closing this, or cancelling its reader, cancels the application.
+    """Run an application for a request: yield the messages of its answer, in batches. The client never disconnects.
+    Closing this, or cancelling its reader, cancels the application.
 
     Args:
-        scope: what ASGI says of the request, as far as it is plain data.
+        scope: the request's ASGI scope, plain data only.
 
     Raises:
-        Exception: what the application raises.
+        Exception: the application's.
     """
     messages: list[Message] = []
     changed = asyncio.Event()
@@ -107,4 +106,4 @@ async def answered(app: ASGIApp, scope: dict[str, Any], body: bytes) -> AsyncGen
             answering.cancel()
             await asyncio.wait({answering})
             if not answering.cancelled():
-                answering.exception()  # retrieved, though no caller waits for it any more
+                answering.exception()  # mark the exception as retrieved

@@ -1,4 +1,4 @@
-"""`/v1/batches`: decides how batch jobs are begun, shown and cancelled."""
+"""`/v1/batches`: creates, shows, lists and cancels batch jobs."""
 
 import asyncio
 import re
@@ -19,18 +19,18 @@ MAX_METADATA = 16
 UNITS = {"m": 60, "h": 3600, "d": 86_400}
 
 TIMES = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-"""Statuses whose time is shown."""
+"""Statuses with a timestamp."""
 
 
 class ExpiresAfter(StrictModel):
-    """How long the files of results are kept."""
+    """The lifetime of result files."""
 
     anchor: str
     seconds: int
 
 
 class BatchRequest(StrictModel):
-    """What a job is to do."""
+    """The request for a job."""
 
     MAY_HAVE_MORE: ClassVar = True
 
@@ -42,7 +42,7 @@ class BatchRequest(StrictModel):
 
 
 async def create(body: BatchRequest, request: Request) -> Response:
-    """Begin a job: the requests of a file are answered in the background."""
+    """Create a job, which answers a file's requests in the background."""
     jobs = jobs_of(request)
     if body.endpoint not in jobs.urls:
         listed = ", ".join(map(repr, jobs.urls))
@@ -79,12 +79,12 @@ async def list_batches(
 
 
 async def retrieve(batch_id: str, request: Request) -> Response:
-    """A job, and how far it is."""
+    """A job with its progress."""
     return JSONResponse(_shown(await _batch_of(batch_id, request)))
 
 
 async def cancel(batch_id: str, request: Request) -> Response:
-    """Give up what is not answered; what is answered is in the files of the job."""
+    """Cancel a job; its files keep the answered requests."""
     batch = await _batch_of(batch_id, request)
     if batch.is_finished and batch.status != "cancelled":
         message = f"{batch.id} is {batch.status}; only a job that is not finished can be cancelled"

@@ -1,4 +1,4 @@
-"""`/v1/files`: files that batch jobs read, and those that they write."""
+"""`/v1/files`: input and output files of batch jobs."""
 
 import asyncio
 import re
@@ -56,7 +56,7 @@ async def upload(request: Request) -> Response:
 
 
 def _add(jobs: BatchJobs, new: NewFile, owner: str, name: str, purpose: str, lifetime: int | None) -> StoredFile:
-    """Store a file, even if its client has left."""
+    """Store a file, even if its client has disconnected."""
     try:
         return jobs.files.add(new, owner, name, purpose, lifetime)
     except BaseException:
@@ -84,12 +84,12 @@ async def list_files(
 
 
 async def retrieve(file_id: str, request: Request) -> Response:
-    """What is known of a file."""
+    """A file's metadata."""
     return JSONResponse(_shown(await file_of(file_id, request)))
 
 
 async def content(file_id: str, request: Request) -> Response:
-    """What is in a file."""
+    """A file's content."""
     file, jobs = await file_of(file_id, request), jobs_of(request)
     return FileResponse(jobs.files.path_of(file.id), media_type="application/jsonl")
 
@@ -129,7 +129,7 @@ def lifetime_of(anchor: Any, seconds: Any, param: str) -> int:
 
 
 def _checked(form: Form) -> tuple[str, int | None]:
-    """The purpose of an uploaded file, and how long it is kept."""
+    """The purpose and lifetime of an uploaded file."""
     if unknown := sorted(form.fields.keys() - FIELDS):
         raise ApiError(400, f"there is no field {unknown[0][:100]!r}", param=unknown[0][:100], code="unknown_field")
     if form.filename is None:

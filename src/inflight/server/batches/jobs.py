@@ -1,4 +1,4 @@
-"""`BatchJobs`: the files and batch jobs of a server, and the worker that gets them done."""
+"""`BatchJobs`: a server's files and batch jobs, and their worker."""
 
 import asyncio
 import logging
@@ -24,9 +24,9 @@ class BatchJobs:
 
     Args:
         answerer: answers the requests of jobs.
-        max_in_work: the most of them in work at once.
-        see: called with a job each time that something of it has changed.
-        urls: the paths that lines may name.
+        max_in_work: the most concurrent requests.
+        see: called with a job on each change.
+        urls: the accepted paths of lines.
 
     Raises:
         OSError: the folder cannot be used, or another process has it.
@@ -49,12 +49,11 @@ class BatchJobs:
         self._working: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Begin to work, in the running event loop."""
+        """Start working, in the running event loop."""
         self._working = asyncio.create_task(self._work())
 
     async def stop(self) -> None:
-        """Stop working, and let other processes have the folder. What is not answered is answered after the next
-        start."""
+        """Stop working, and release the folder. Unanswered requests are answered after the next start."""
         if self._working is not None:
             self._working.cancel()
             with suppress(asyncio.CancelledError):
@@ -65,11 +64,11 @@ class BatchJobs:
         try:
             await self.worker.run()
         except Exception:
-            logger.exception("this server does not work on batch jobs any more")
+            logger.exception("this server has stopped working on batch jobs")
 
 
 class _Log:
-    """Writes a line for each status that a job reaches."""
+    """Logs each status change of a job."""
 
     def __init__(self) -> None:
         self._last: tuple[str, str] | None = None
@@ -104,7 +103,7 @@ def check_parameters(request: Request, *names: str) -> None:
 
 
 class HasId(Protocol):
-    """Whatever can be in a list."""
+    """An item of a list."""
 
     @property
     def id(self) -> str:

@@ -1,4 +1,4 @@
-"""`receive_form`: a form with one file, written to its place while it arrives, so that its size costs no memory."""
+"""`receive_form`: streams a form's file to disk, so that its size costs no memory."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -18,15 +18,15 @@ MAX_FIELD_BYTES = 4096
 MAX_FIELDS = 16
 
 SECONDS_OF_SILENCE = 30.0
-"""How long a client may pause."""
+"""Seconds that a client may pause."""
 
 
 @dataclass(slots=True)
 class Form:
-    """What was received.
+    """A received form.
 
     Attributes:
-        filename: of the file, as the client calls it; None: no file came.
+        filename: the client's name of the file; None: no file.
     """
 
     fields: dict[str, str] = field(default_factory=dict)
@@ -36,14 +36,14 @@ class Form:
 async def receive_form(
     content_type: str, chunks: AsyncIterator[bytes], file: NewFile, file_field: str, max_bytes: int
 ) -> Form:
-    """Read a form, and write the content of its file.
+    """Receive a form, and write its file's content.
 
     Args:
         content_type: the request's header.
         max_bytes: the most that the file may have.
 
     Raises:
-        ApiError: it is no such form, the file is too large, or the client is too slow.
+        ApiError: the form is invalid, the file is too large, or the client is too slow.
         OSError: the disk is full.
     """
     kind, options = parse_options_header(content_type)
@@ -76,14 +76,14 @@ async def _not_silent(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         except TimeoutError:
             message = f"nothing of the file came for {SECONDS_OF_SILENCE:g} seconds"
             raise ApiError(408, message, code="request_timeout", headers={"Connection": "close"}) from None
-        yield chunk  # what is done with it takes as long as it takes
+        yield chunk  # processing has no timeout
 
 
 class _Parts:
     """Takes the parts of a form from the parser.
 
     Attributes:
-        arrived: pieces of the file that are still to be written.
+        arrived: pieces of the file to write.
     """
 
     def __init__(self, file_field: str, max_bytes: int) -> None:
@@ -93,7 +93,7 @@ class _Parts:
         self._name, self._content, self._is_file = "", b"", False
 
     def callbacks(self) -> "MultipartCallbacks":
-        """What the parser calls."""
+        """The parser's callbacks."""
         return {
             "on_part_begin": self._begin,
             "on_header_field": self._take_header,

@@ -1,7 +1,7 @@
-"""`AnswerForm`: what one request needs so that its model's answers can be written and read as it asks.
+"""`AnswerForm`: how one request's answers are constrained and read.
 
-Decides how reasoning and calls are found in a text: by the model's answer template; by the notation that an operator
-chose, or that is all that is known; and by that of a grammar, where one guarantees calls. Knows no API.
+Reasoning and calls are found by the model's answer template, by the notation chosen by an operator, or by that of a
+grammar that guarantees calls. Knows no API.
 """
 
 from collections.abc import Callable
@@ -28,9 +28,9 @@ class AnswerForm:
 
     Attributes:
         make_reader: makes a reader for one text.
-        structured_output: the form that the text must have, calls included; None: it is free.
-        shows_special_tokens: whether marks are special tokens, so that the text must include special tokens.
-        reasoning: what the text may begin with, and where stop strings do not count; None: nothing that is known.
+        structured_output: the required form of the text, calls included; None: free.
+        shows_special_tokens: whether markers are special tokens, which the text must then include.
+        reasoning: leading reasoning, in which stop strings do not count; None: unknown.
     """
 
     make_reader: Callable[[], TemplateReader]
@@ -54,17 +54,17 @@ def answer_form(
     parser_name: str | None = None,
     thinking: Thinking = AS_THE_MODEL_WANTS,
 ) -> AnswerForm | None:
-    """Return what a request with these fields needs; None if its text is content as it is.
+    """Return the form for a request with these fields; None if its text is plain content.
 
     Args:
-        content: the form that the request wants for text that is not a call.
+        content: the requested form of text that is not a call.
         prompt: the chat as text.
         chat_template: the request's own, instead of the tokenizer's.
         parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
         thinking: limits the model's reasoning.
 
     Raises:
-        ApiError: this model cannot do it, or a schema is invalid.
+        ApiError: the model does not support it, or a schema is invalid.
         InvalidRequestError: the schema of `content` is invalid.
     """
     fields.check_tools()
@@ -97,8 +97,8 @@ def _with_calls(
     chat_template: str,
     parser_name: str | None,
 ) -> tuple[AnswerTemplate, StructuredOutput | None, bool]:
-    """Return how calls are read; the form that the text must have, if any; and whether that guarantees objects, so that
-    arguments can be reported as they come."""
+    """Return how calls are read; the required form of the text, if any; and whether that guarantees objects, so that
+    arguments can be streamed."""
     reads_calls = parser_name is None and reading.has_calls
     call_format = call_format_of(chat_template) if parser_name is None else CALL_FORMATS[parser_name]
     content_begin = ""
@@ -134,7 +134,7 @@ def _after_reasoning(
 
 
 def _check_free_choice(chat_template: str, *, is_known: bool) -> None:
-    """Raise `ApiError` if the model cannot choose whether to call: it must know the tools, and we its notation.
+    """Raise `ApiError` if calls cannot be optional: the model must see the tools, and its notation must be known.
 
     Args:
         is_known: whether it is known how the model writes calls.
@@ -142,7 +142,7 @@ def _check_free_choice(chat_template: str, *, is_known: bool) -> None:
     if "tools" not in chat_template:
         why = "this model's chat template does not tell the model about tools"
     elif not is_known:
-        why = "it is not known how this model writes calls (an operator can set it with --tool-call-parser)"
+        why = "this model's notation of calls is unknown (an operator can set it with --tool-call-parser)"
     else:
         return
     message = f"tools are given, but {why}; tool_choice can be 'none', 'required' or a function's name only"
@@ -156,10 +156,10 @@ def _form_of_calls(
     tokenizer: Tokenizer,
     content_begin: str = "",
 ) -> StructuredOutput | None:
-    """Return the form that the text must have; None for free text in which calls are recognised (no strict tools).
+    """Return the required form of the text; None for free text in which calls are recognised (no strict tools).
 
     Args:
-        content: the form that the request wants for text that is not a call.
+        content: the requested form of text that is not a call.
         content_begin: the mark before such text.
 
     Raises:

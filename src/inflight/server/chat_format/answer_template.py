@@ -1,6 +1,6 @@
-"""`AnswerTemplate`: what a model's answers consist of, and how they are read.
+"""`AnswerTemplate`: the structure of a model's answers, and their reader.
 
-Decides where that is known from: the response template that a tokenizer brings, else the family of its chat template.
+It comes from the tokenizer's response template, else from the family of its chat template.
 """
 
 import json
@@ -31,7 +31,7 @@ REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")
 CALLS = "tool_calls"
 _LETTERS_AND_DIGITS = string.ascii_letters + string.digits
 MOST_BEGUN = 2**14
-"""Characters of the answer's beginning in the prompt that are read: its end decides where the answer goes on."""
+"""Characters of the prompt's end that are read to find where the answer continues."""
 
 
 class AnswerTemplate:
@@ -43,10 +43,10 @@ class AnswerTemplate:
         call_format: how calls are written, for grammars; None: as the family does.
 
     Attributes:
-        call_format: how calls are written, for grammars; None: that is not known.
+        call_format: how calls are written, for grammars; None: unknown.
 
     Raises:
-        ValueError, regex.error: it is not one.
+        ValueError, regex.error: it is invalid.
     """
 
     def __init__(
@@ -63,16 +63,16 @@ class AnswerTemplate:
 
     @property
     def has_reasoning(self) -> bool:
-        """Whether its models may think."""
+        """Whether its models may reason."""
         return any(name in self._exact.fields for name in REASONING_FIELDS)
 
     @property
     def has_calls(self) -> bool:
-        """Whether it says how tools are called."""
+        """Whether it defines tool calls."""
         return CALLS in self._exact.fields
 
     def with_calls(self, call_format: CallFormat) -> "AnswerTemplate":
-        """Return a template that differs only in how calls are written: as objects of JSON."""
+        """Return the same template with calls as JSON objects."""
         if call_format not in self._others:
             marks = {"open": call_format.begin} if call_format.begin else {"open_pattern": "(?!)"}
             if call_format.end:
@@ -115,8 +115,8 @@ class AnswerTemplate:
 
         Args:
             prompt: the text that the answer continues; it may have begun the reasoning.
-            tools: the tools that the model was told about, in OpenAI's form; None: what looks like a call is content.
-            names: the names of those that may be called; a call of another is content.
+            tools: the tools shown to the model, in OpenAI's form; None: text that looks like a call is content.
+            names: the names of callable tools; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
             is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
         """
@@ -141,7 +141,7 @@ class AnswerTemplate:
         return bool(grown) and isinstance(grown[-1].block, ReasoningBlock)
 
     def leading_reasoning(self, prompt: str, max_tokens: int | None = None) -> Reasoning | None:
-        """What may come before that which a grammar asks for; None: nothing.
+        """The reasoning that may precede structured output; None: none.
 
         Args:
             prompt: the text that the answer continues.
@@ -157,7 +157,7 @@ class AnswerTemplate:
 
     @property
     def content_begin(self) -> str:
-        """The mark before content. Raises `ApiError` if there is one that is not known."""
+        """The mark before content. Raises `ApiError` if it is unknown."""
         content = self._exact.fields.get("content")
         if content is None or content.open_re is None:
             return ""
@@ -165,7 +165,7 @@ class AnswerTemplate:
             return self._family.content_begin
         if content.open_literals:
             return str(content.open_literals[0])
-        message = "it is not known how this model begins its answer, so no form of it can be enforced"
+        message = "the beginning of this model's answers is unknown, so no form of them can be enforced"
         raise ApiError(400, message, code="unsupported_value")
 
     @property
@@ -179,15 +179,15 @@ class AnswerTemplate:
         return Reasoning(begin=field.open_literals[0], end=field.close_literals[0])
 
     def empty_reasoning(self, prompt: str) -> str | None:
-        """What to put behind a prompt so that the model does not think; None: that is not known."""
+        """The text to append to a prompt so that the model does not reason; None: unknown."""
         if (marks := self._marks) is None or self.content_begin:
             return None
         begin = "" if self.begins_in_reasoning(prompt) else f"{marks.begin}\n"
         return f"{begin}\n{marks.end}\n\n"
 
     def _begun(self, prompt: str) -> str:
-        """The part of the answer that the prompt has already. Where answers begin is not known of all families; then it
-        is at most the mark of reasoning."""
+        """The part of the answer that is already in the prompt. If the family's beginning of answers is unknown, at
+        most the mark of reasoning."""
         if anchors := SearchBudget().search("start_anchor", self._exact.start_anchor_re.finditer, prompt):
             return prompt[anchors[-1].end() :][-MOST_BEGUN:]
         end = prompt.rstrip()
@@ -211,7 +211,7 @@ PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
 
 
 def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTemplate | None:
-    """Return how a model's answers are read; None: they are plain text, as far as is known.
+    """Return a model's answer template; None: plain text.
 
     Args:
         chat_template: in Jinja; a request may have its own.
@@ -223,7 +223,7 @@ def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTempla
 
 
 def chat_template_of(tokenizer: Tokenizer) -> str:
-    """The chat template that a tokenizer brings; "" without one."""
+    """A tokenizer's chat template; "" without one."""
     template = tokenizer.inner.chat_template or ""
     if isinstance(template, dict):  # several by name; "tool_use" is the one for tools
         template = template.get("tool_use") or template.get("default") or ""

@@ -1,6 +1,6 @@
 """`Blocks`: an answer as reasoning, texts and tool calls in order, as in Anthropic's messages and OpenAI's responses.
 
-Decides where one block ends and the next begins. Knows no transport.
+Divides the answer into blocks. Knows no transport.
 """
 
 import uuid
@@ -42,7 +42,7 @@ Block: TypeAlias = TextBlock | ReasoningBlock | CallBlock
 
 
 class BlockDelta(NamedTuple):
-    """What was added to the last block: text, or a part of its arguments. A new block ends those before it."""
+    """An addition to the last block: text, or part of its arguments. A new block ends the previous ones."""
 
     number: int
     block: Block
@@ -66,7 +66,7 @@ class Blocks:
         return self.num_calls_before(len(self.blocks))
 
     def num_calls_before(self, number: int) -> int:
-        """How many of the blocks before this one are calls."""
+        """The number of calls before this block."""
         return sum(isinstance(block, CallBlock) for block in self.blocks[:number])
 
     def text_of(self, kind: type[TextBlock | ReasoningBlock]) -> str:
@@ -74,7 +74,7 @@ class Blocks:
         return "".join(block.text for block in self.blocks if isinstance(block, kind))
 
     def num_reasoning_tokens(self, tokenizer: Tokenizer) -> int:
-        """How many tokens the reasoning has, which is encoded once more to count them."""
+        """The number of reasoning tokens, counted by encoding the text again."""
         texts = [block.text for block in self.blocks if isinstance(block, ReasoningBlock)]
         return sum(len(tokenizer.encode(text, add_special_tokens=False)) for text in texts)
 

@@ -1,7 +1,7 @@
-"""The grammar (Lark's notation) that makes a model write tool calls in its family's notation, so that they are valid.
+"""The grammar (Lark's notation) of valid tool calls in a family's notation.
 
-Decides how calls are written, to the character; readers recognise them by that. Markers that are single tokens are
-named by their ids, because in a grammar their text would stand for other tokens.
+It fixes calls to the character, by which readers recognise them. Markers that are single tokens are given by id,
+because in a grammar their text would match other tokens.
 
 Arguments are plain JSON, or written in one of two other notations. `marked_arguments`: one by one between marks,
 `<parameter=city>Paris</parameter>`: a text as it is if the schema says that it is one, else JSON. `BareArguments`: as
@@ -20,7 +20,7 @@ from inflight.grammar.marks import pieces_of, quoted, written_mark
 from inflight.server.chat_format.families import BareJson, CallFormat, MarkedArguments, head_of
 
 Schema: TypeAlias = Mapping[str, Any]
-"""A schema that was checked and, as far as the check shows, can be enforced."""
+"""A checked schema, enforceable as far as checked."""
 
 NOT_ENFORCED = "cannot be enforced in this model's notation of calls"
 
@@ -30,14 +30,14 @@ ANNOTATIONS = frozenset(
         "x-guidance",
     }
 )
-"""Keywords that say nothing about which values are valid (or, the last, only about the white space of JSON)."""
+"""Keywords without effect on validity (or, the last, only on JSON's white space)."""
 
 _ENFORCED = {
     *("type", "properties", "required", "additionalProperties", "items", "enum", "const", "anyOf", "$ref", "minLength"),
     *("maxLength", "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf", "$defs", "definitions"),
 }
 _ALONE = ("$ref", "enum", "const", "anyOf")
-"""Keywords beside which no other would be enforced, but for the type of an enum's values."""
+"""Keywords beside which no other is enforced, except an enum's type."""
 _NUMBERS = ("integer", "number", "boolean", "null")
 NOT_IN_TEXTS = ("pattern", "format")
 _OF_ROOTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}

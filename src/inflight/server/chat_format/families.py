@@ -1,8 +1,8 @@
 """How model families write their answers, and how a grammar makes them write calls: one `Family` each.
 
-A family's response template (of `transformers`: a field for each kind of text, with the marks around it) follows the
-chat template that the family publishes; tokenizers that bring their own response template are read by that. Which marks
-a chat template contains decides which family it belongs to. Patterns are bounded, as each token searches for them.
+A family's response template (of `transformers`: a field for each kind of text, with its markers) follows its published
+chat template; a tokenizer's own response template takes precedence. A chat template's family is recognised by its
+markers. Patterns are bounded, since each token searches for them.
 """
 
 import json
@@ -19,7 +19,7 @@ Field: TypeAlias = Mapping[str, Any]
 """A field of one."""
 
 NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
-"""Where the answer begins is not known; see `AnswerTemplate.reader`."""
+"""The beginning of answers is unknown; see `AnswerTemplate.reader`."""
 
 CHATML = "<|im_start|>assistant\n"
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
@@ -81,14 +81,14 @@ class CallFormat:
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Models that write alike.
+    """Models with one format.
 
     Attributes:
         name: for messages and documents.
-        marks: the chat templates of the family contain at least one text of each of these.
-        template: how answers are written; None: only the calls have a notation of their own.
+        marks: the family's chat templates contain at least one text of each of these.
+        template: how answers are written; None: only calls have a notation.
         calls: how calls are written, for grammars.
-        reasoning: the marks around reasoning that something else must follow; None: those of the template.
+        reasoning: the markers around reasoning before structured output; None: those of the template.
         content_begin: the mark before content.
     """
 
@@ -302,22 +302,22 @@ THINKING = Family(
 )
 
 FAMILIES = (HARMONY, GEMMA4, DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, LLAMA3, MISTRAL_V3, THINKING)
-"""The first that has a chat template counts."""
+"""The first match counts."""
 
 PLAIN = CallFormat(name="plain", begin="", between_objects="\n", is_begin_optional=True)
-"""For models without a known notation: bare objects, which only a grammar makes them write."""
+"""For models without a known notation: bare objects, enforced by a grammar."""
 
 CALL_FORMATS = {each.calls.name: each.calls for each in (HERMES, LLAMA3, MISTRAL_V3) if each.calls}
-"""Those that operators can choose: calls are objects, whatever else the model writes."""
+"""Notations for operators' --tool-call-parser: calls as objects."""
 
 
 def family_of(chat_template: str) -> Family | None:
-    """Return the family whose answers a model with this chat template writes; None if it is unknown."""
+    """Return the family of a chat template; None if unknown."""
     return next((each for each in FAMILIES if each.template is not None and each.has(chat_template)), None)
 
 
 def call_format_of(chat_template: str) -> CallFormat | None:
-    """Return how a model with this chat template writes calls; None if that is unknown."""
+    """Return the call format of a chat template; None if unknown."""
     return next((each.calls for each in FAMILIES if each.calls is not None and each.has(chat_template)), None)
 
 

@@ -1,14 +1,13 @@
 """`TemplateReader`: divides a text into reasoning, content and tool calls by a response template.
 
-Decides what white space belongs to: there is none at the edges of reasoning, before a call, and at the end of an answer
-that is more than plain content. A call is reported when it is certain where it ends: until then it may turn out not to
-be one, and then its text is content, marks included. If a grammar guarantees calls, their arguments are reported as
-they come. JSON says itself where it ends. In other notations a value may contain what looks like the end, so such a
-call waits for the next one, or for the end of the text: a closing mark in between that belongs to nothing says that the
-value goes on.
+White space at the edges of reasoning, before a call, and at the end of an answer with more than plain content is
+dropped. A call is reported once its end is certain: until then it may turn out to be content, markers included. If a
+grammar guarantees calls, their arguments are streamed. JSON is self-delimiting. In other notations a value may contain
+the closing marker, so such a call waits for the next one, or for the end of the text: an unmatched closing marker in
+between belongs to the value.
 
-Reasoning that is never closed ends where a call begins. That is certain at the end of the text only, so what follows in
-the reasoning waits as long as it may be a call.
+Unclosed reasoning ends where a call begins. That is certain only at the end of the text, so text after a possible call
+in reasoning is held back.
 """
 
 import dataclasses
@@ -26,7 +25,7 @@ NEXT_OBJECT = regex.compile(r"[\s;,}]*+\{")
 BEHIND_OBJECTS = regex.compile(r"[\s;,}]*+(?P<list>\])?+\s*+")
 
 MOST_TRIED = 64
-"""Marks of calls at which reasoning that was not closed may end: each costs time that grows with the text."""
+"""Most markers of calls tried as the end of unclosed reasoning: each costs time that grows with the text."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -38,7 +37,7 @@ class _Call:
         behind: where its text begins; in JSON behind the mark, or behind the last object.
         is_list: whether there is a list of objects.
         is_none: whether the last object of JSON is no call.
-        is_streamed: whether the object is certain to be a call, so that its arguments are reported as they come.
+        is_streamed: whether the object is certainly a call, so that its arguments are streamed.
         searched: up to where closing marks were looked for.
         searched_in_reasoning: up to where the end of the reasoning that it is in was looked for.
         scanned: up to where `scanner` has seen the object.
@@ -89,8 +88,8 @@ class TemplateReader(Blocks):
     """Reads one answer.
 
     Args:
-        fields: what there may be, and the marks around it.
-        begun: the part of the answer that the prompt has already; nothing of it is reported.
+        fields: the fields, with their markers.
+        begun: the part of the answer already in the prompt; it is not reported.
         reasoning: the names of fields of reasoning. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
         budget: the time for searches.
@@ -130,7 +129,7 @@ class TemplateReader(Blocks):
         return all(isinstance(block, ReasoningBlock) for block in self.blocks)
 
     def _take(self, text: str, is_last: bool) -> None:
-        """Report what is certain now that the text has grown; at its end, also what was held back."""
+        """Report what is certain after new text; at the end, also what was held back."""
         self._text += text
         self._read(is_last=False)
         if not is_last:
@@ -155,7 +154,7 @@ class TemplateReader(Blocks):
         return self._field is not None and self._field.name in self._reasoning
 
     def _read_mark(self, is_last: bool) -> bool:
-        """Tell the text up to the next mark, or to where one may begin; return whether there was one."""
+        """Report the text up to the next marker, or to where one may begin; return whether there was one."""
         found = list[tuple[tuple[int, int, bool, str], Any, Any]]()
         end = len(self._text)
         for field, is_opening in self._watched():

@@ -1,6 +1,6 @@
 """Tools: the request fields about them, in OpenAI's form, and calls and results as chat templates expect them.
 
-Decides which combinations are invalid for any model. `answer_form` decides what the model at hand can do.
+Refuses combinations that are invalid for any model. `answer_form` checks the model at hand.
 """
 
 import json
@@ -15,8 +15,8 @@ from inflight.server.wire.strict_model import Many, StrictModel, by_type, leavin
 MAX_TOOLS = 256
 
 NO_OTHER_TOOLS = leaving_out("tools", "function")
-"""Tools that are not functions are left out: the model does not learn of them, so it calls none. (If `tool_choice`
-demands one, the request is refused.)"""
+"""Tools that are not functions are left out of the prompt, so the model never calls them. (If `tool_choice` demands
+one, the request is refused.)"""
 
 
 class FunctionDefinition(StrictModel):
@@ -40,7 +40,7 @@ class Tool(StrictModel):
     function: FunctionDefinition
 
     def for_template(self) -> dict[str, Any]:
-        """Return the tool as templates expect it. The model need not know of `strict`."""
+        """Return the tool for templates, without `strict`."""
         function = {
             "name": self.function.name,
             "description": self.function.description or "",  # some templates fail without one
@@ -63,7 +63,7 @@ class NamedTool(StrictModel):
 
 
 class AllowedTools(StrictModel):
-    """The tools that may be called; the model is told about all, so that its prompt stays the same.
+    """The callable tools; the prompt has all, so that it stays the same.
 
     Attributes:
         mode: "required": at least one of them is called.
@@ -104,12 +104,12 @@ class ToolFields(StrictModel):
 
     @property
     def usable_tools(self) -> list[Tool]:
-        """The tools that the model is told about."""
+        """The tools in the prompt."""
         return [] if self.tool_choice == "none" else self.tools or []
 
     @property
     def template_tools(self) -> dict[str, Any]:
-        """The part of a prompt that has them; empty without any."""
+        """The template variables with the tools; empty without any."""
         tools = [tool.for_template() for tool in self.usable_tools]
         return {"tools": tools} if tools else {}
 
@@ -152,8 +152,8 @@ class ToolFields(StrictModel):
 
 
 def call_for_template(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
-    """Return a member of a message's `tool_calls`. Arguments that are not JSON stay the text that they are: a call that
-    was cut off comes back with its tool's complaint, and an agent could not go on if it were refused."""
+    """Return a member of a message's `tool_calls`. Invalid JSON arguments stay text: a truncated call comes back with
+    its tool's error, and refusing it would stop the agent."""
     try:
         parsed = json.loads(arguments or "{}")
         json.dumps(parsed, ensure_ascii=False).encode()  # half of a surrogate pair is no text for a tokenizer

@@ -1,1 +1,1 @@
-"""The live page: what the engines do, as it happens; a playground; the last hour; and what other settings would do."""
+"""The live page: the engines' steps, a playground, the last hour, and simulations with other settings."""

@@ -1,7 +1,7 @@
-"""`Broadcast`: one look at the engines for all pages that are open, at most five times a second.
+"""`Broadcast`: polls the engines once for all open pages, at most five times a second.
 
-Engines are watched while a page is open, and not before or after. A page that reads slowly gets fewer messages: each
-has the whole state, so none is missed.
+Engines are watched only while a page is open. A slow page gets fewer messages; each has the whole state, so nothing is
+missed.
 """
 
 import asyncio
@@ -21,15 +21,15 @@ from inflight.server.wire.json_route import to_json
 logger = logging.getLogger("inflight.server")
 
 INTERVAL = 0.2
-"""Seconds between two messages. With few cores each of them holds up a step: sending, reading and drawing it takes a
-core that the engine computes on."""
+"""Seconds between messages. With few cores each one delays a step: sending, reading and drawing it takes a core from
+the engine."""
 
 SECONDS_BETWEEN_SAME = 2.0
-"""Where nothing happens, messages are as far apart as this."""
+"""Seconds between messages when idle."""
 
 
 class Broadcast:
-    """What is sent to pages.
+    """The messages to pages.
 
     Args:
         record_to: where engines record their steps while a page is open; None: nowhere, or always.
@@ -60,8 +60,8 @@ class Broadcast:
         return self._num_readers > 0
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """The state now, and again whenever it has changed, as JSON objects, until the server is about to end, or
-        looking fails (then ask again)."""
+        """Yield the state on each change, as JSON objects, until the server is about to end, or polling fails (then
+        call again)."""
         self._num_readers += 1
         if self._looking is None:
             self._looking = asyncio.create_task(self._watch())
@@ -108,7 +108,7 @@ class Broadcast:
         changed.set()
 
     def _whole(self) -> bytes:
-        """The message for a page that has just come: it has not seen the blocks."""
+        """The first message of a new page, with the blocks."""
         return self._written({n: replace(each, blocks=self._blocks.get(n)) for n, each in self._states.items()})
 
     def _written(self, states: dict[int, LiveState]) -> bytes:

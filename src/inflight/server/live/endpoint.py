@@ -1,4 +1,4 @@
-"""The live page and what it asks for. Everything here changes nothing."""
+"""The live page and its data. Read-only."""
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
@@ -31,14 +31,14 @@ HEADERS = {
     ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",  # asked for again each time, and sent only if it has changed
+    "Cache-Control": "no-cache",  # revalidated each time, and sent only if changed
 }
 
 router = APIRouter(route_class=JsonRoute, prefix=LIVE_PATHS, tags=["live page"])
 
 
 def add_live_page(app: FastAPI, view: LiveView) -> None:
-    """Let an application that `create_app` made serve the page."""
+    """Add the page to an application made by `create_app`."""
     app.state.live = view
     app.state.service.keeps_texts = view.shows_texts
     app.include_router(router)
@@ -46,7 +46,7 @@ def add_live_page(app: FastAPI, view: LiveView) -> None:
 
 
 def add_page(app: FastAPI, page: Callable[..., Awaitable[Response]]) -> None:
-    """Let an application serve the page itself.
+    """Add the page's static files to an application.
 
     Args:
         page: the endpoint that answers with it.
@@ -77,7 +77,7 @@ def _view(request: Request) -> LiveView:
 
 @router.get("/events")
 async def events(request: Request) -> Response:
-    """What the engines do, as server-sent events, at most five a second. Each has the whole state."""
+    """The engines' state as server-sent events, at most five a second. Each has the whole state."""
     view, settings = _view(request), service_of(request).settings
 
     async def send(client: Client, write: Write) -> None:
@@ -91,7 +91,7 @@ async def events(request: Request) -> Response:
 
 @router.get("/about")
 async def about(request: Request) -> Response:
-    """The server, its model and how it is run."""
+    """The server, its model and its configuration."""
     service, view = service_of(request), _view(request)
     info, config = await service.model_info(), service.llm.config
     tokenizer = service.llm.tokenizer
@@ -117,7 +117,7 @@ async def history(request: Request) -> Response:
 
 @router.get("/requests/{request_id}")
 async def running_request(request_id: str, request: Request) -> Response:
-    """A request that runs, without its text unless the server logs texts."""
+    """A running request, without its text unless the server logs texts."""
     running = service_of(request).running.get(request_id)
     if running is None:
         raise ApiError(404, "no request with this id is running", code="not_running")
@@ -125,7 +125,7 @@ async def running_request(request_id: str, request: Request) -> Response:
 
 
 class WhatIf(StrictModel):
-    """Other settings for the recorded minutes; those that are absent stay as they are."""
+    """Other settings for the recorded minutes; absent ones stay unchanged."""
 
     engine: Annotated[int, Field(ge=0)] = 0
     max_num_seqs: Annotated[int, Field(ge=1, le=4096)] | None = None
@@ -152,7 +152,7 @@ class WhatIf(StrictModel):
 
 @router.post("/simulate")
 async def simulate(body: WhatIf, request: Request) -> Response:
-    """What the real scheduler would have done with the recorded minutes: with these settings, and with its own."""
+    """Simulate the recorded minutes with these settings and with the current ones."""
     view = _view(request)
     recording = view.recording(body.engine)
     if not recording.is_file() or recording.stat().st_size == 0:

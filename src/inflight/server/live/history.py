@@ -1,5 +1,5 @@
-"""`LoadHistory`: what the server did in the last hour, in pieces of ten seconds. Knows no engine: an observer of the
-server's requests, which runs for every step of every request and so does as little as possible."""
+"""`LoadHistory`: the last hour in intervals of ten seconds. An observer of the server's requests, which runs for every
+step of every request and so must be cheap."""
 
 import time
 from collections import deque
@@ -18,7 +18,7 @@ PERCENTILES = (0.5, 0.9, 0.99)
 
 
 SHORTEST = 1e-5
-"""Seconds; all that is shorter is in the first class."""
+"""Seconds; the first class has all shorter durations."""
 
 GROWTH = log(1.1)
 NUM_CLASSES = 200
@@ -26,8 +26,8 @@ NUM_CLASSES = 200
 
 
 class Latencies:
-    """Counts of durations in classes, from which percentiles are read; each class is a tenth wider than the one
-    before it, so a percentile is right to within 5 %."""
+    """A histogram of durations for percentiles; each class is a tenth wider than the one before, so a percentile is
+    accurate to 5 %."""
 
     __slots__ = ("_counts", "number")
 
@@ -42,13 +42,13 @@ class Latencies:
         self.number += number
 
     def add(self, other: "Latencies") -> None:
-        """Count all that another has counted."""
+        """Add another's counts."""
         for place, number in other._counts.items():
             self._counts[place] = self._counts.get(place, 0) + number
         self.number += other.number
 
     def percentile(self, share: float) -> float | None:
-        """The duration in seconds that this share of all does not exceed; None: there are none."""
+        """The percentile of this share, in seconds; None: no durations."""
         left = share * self.number
         for place in sorted(self._counts):
             left -= self._counts[place]
@@ -63,9 +63,9 @@ class Piece:
 
     Attributes:
         number: its place since the clock began.
-        most_running: the most requests that were running at a time.
-        num_failed: requests that ended in an error, or ran out of time.
-        to_first_token, between_tokens: of what came in these seconds.
+        most_running: the most concurrent requests.
+        num_failed: requests that ended in an error or timed out.
+        to_first_token, between_tokens: of tokens in these seconds.
     """
 
     number: int
@@ -98,7 +98,7 @@ class LoadHistory(RequestObserver):
         self._pieces: deque[Piece] = deque([Piece(int(clock() // SECONDS))], maxlen=NUM_PIECES)
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
-        """A request is about to go to the engine."""
+        """A request is about to be sent to the engine."""
         now = self._clock()
         self._running[request_id] = now, 0.0, num_sequences
         piece = self._piece(now)
@@ -106,7 +106,7 @@ class LoadHistory(RequestObserver):
         piece.most_running = max(piece.most_running, len(self._running))
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
-        """Tokens have come; those of several sequences count as if they had come to each at the same pace."""
+        """Count new tokens; those of several sequences count as if at an equal pace."""
         known = self._running.get(request_id)
         if known is None:
             return
@@ -136,7 +136,7 @@ class LoadHistory(RequestObserver):
                 piece.num_failed += 1
 
     def recent(self) -> dict[str, list[float | None]]:
-        """Percentiles of the current piece and the one before it, in seconds; None: nothing has come."""
+        """Percentiles of the current and the previous interval, in seconds; None: no tokens."""
         now = self._clock() // SECONDS
         return _of([piece for piece in list(self._pieces)[-2:] if piece.number >= now - 1])
 

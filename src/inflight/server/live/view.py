@@ -1,4 +1,4 @@
-"""`LiveView`: all that the live page's endpoints work with, for one server."""
+"""`LiveView`: shared state of the live page's endpoints, for one server."""
 
 import asyncio
 import tempfile
@@ -15,15 +15,14 @@ from inflight.server.live.history import LoadHistory
 from inflight.server.serving.service import RunningRequest
 
 MAX_RECORDED_BYTES = 2**25
-"""Of the steps that are recorded while a page is open; two files of this size are kept."""
+"""Bytes of each of two files of steps recorded while a page is open."""
 
 
 class LiveView:
-    """What can be seen of one server.
+    """The view of one server.
 
     Args:
-        record_to: where the operator has all steps recorded; None: they are recorded in a temporary folder, while a
-            page is open.
+        record_to: where the operator records all steps; None: a temporary folder, while a page is open.
         is_ending: whether the server is about to end.
         shows_texts: whether every client with a key may see prompts and answers.
 
@@ -61,12 +60,12 @@ class LiveView:
         return Path(recording_of(self._recorded_in, engine, self._llm.num_replicas).path)
 
     def close(self) -> None:
-        """Remove what was recorded for pages."""
+        """Remove the temporary recordings."""
         if self._folder is not None:
             self._folder.cleanup()
 
     def described(self, request_id: str, running: RunningRequest) -> dict[str, Any]:
-        """What may be seen of a request that runs, without anybody's text unless texts are shown."""
+        """The visible part of a running request, without texts unless shown."""
         params, now = running.params, time.monotonic()
         first = running.first_token_time
         about: dict[str, Any] = {

@@ -1,7 +1,7 @@
-"""`simulate_recording`: what the real scheduler would have done with the recorded minutes, had it been set otherwise.
+"""`simulate_recording`: simulates the recorded minutes with other settings.
 
-`inflight simulate` runs in processes of its own, with a low priority: a simulation is pure Python, and neither the
-server's event loop nor the engines may wait for it.
+`inflight simulate` runs in separate processes, with a low priority: a simulation is pure Python, and must not delay the
+server's event loop or the engines.
 """
 
 import asyncio
@@ -15,16 +15,17 @@ from typing import Any
 from inflight.server.wire.api_errors import ApiError
 
 SECONDS = 120.0
-"""After that a simulation is given up."""
+"""Seconds after which a simulation is cancelled."""
 
 NICENESS = 10
-"""Of these processes: beside busy engines they get a tenth of a core's time. With more they would get almost none."""
+"""The processes' niceness: beside busy engines they get a tenth of a core. With a higher one they would get almost
+none."""
 
 
 async def simulate_recording(recording: Path, options: list[str]) -> dict[str, Any]:
     """The report of `inflight simulate --trace RECORDING` with further options.
 
-    Raises `ApiError`: it failed (400, with what it says) or took too long (504).
+    Raises `ApiError`: it failed (400, with its message) or took too long (504).
     """
     arguments = ["-m", "inflight", "simulate", "--trace", str(recording), "--json", *options]
     pipe = asyncio.subprocess.PIPE

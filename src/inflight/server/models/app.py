@@ -1,8 +1,7 @@
-"""`create_models_app`: the application in front of those of several models. Decides what it answers itself.
+"""`create_models_app`: the application in front of those of several models.
 
-Each model that is loaded has an application of its own, as `create_app` makes it for one model. What a request asks a
-model goes there; what belongs to no model (files, batch jobs, responses that are kept, the list of models) is answered
-here.
+Each loaded model has its own application, made by `create_app`, which answers its requests. Requests without a model
+(files, batch jobs, stored responses, the list of models) are answered here.
 """
 
 import contextlib
@@ -38,11 +37,11 @@ def create_models_app(
     """Return an ASGI application that serves all models of a pool, and unloads them with its end.
 
     Args:
-        loads: what the pool loads, for what is known of models that are not loaded.
+        loads: the pool's models, with facts about unloaded ones.
         settings: those of all models.
-        responses: what `loads` keep responses in.
-        num_slots: how many sequences run at once, for batch jobs.
-        observer: is told about batch jobs.
+        responses: the store of responses, shared by `loads`.
+        num_slots: number of concurrent sequences, for batch jobs.
+        observer: notified of batch jobs.
 
     Raises:
         ValueError: the folder for batch jobs cannot be used, or another process has it.
@@ -74,7 +73,7 @@ def create_models_app(
 
 
 def _route_of(endpoint: Endpoint) -> type[APIRoute] | None:
-    """How the server answers: what is asked for by an id was kept, whichever model made it, and is found here."""
+    """The server's own service: stored responses of all models are found here by id."""
     return {"model": ModelRoute, "server": JsonRoute, "single model": None}[endpoint.answered_by]
 
 
@@ -85,7 +84,7 @@ class PoolCatalog:
         self._pool, self._loads, self._start_time = pool, loads, int(time.time())
 
     def check_ready(self) -> None:
-        """Return: requests are taken, and their models loaded if they are not."""
+        """Always ready: requests load their models on demand."""
 
     async def cards(self) -> list[dict[str, Any]]:
         """See `Catalog`; with the state of each."""

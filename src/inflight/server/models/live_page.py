@@ -1,6 +1,5 @@
-"""The live page of a server with several models: it shows one of them, which it names in each request.
-
-Decides which one is shown first. Looking at a model is no use of it: it is neither loaded for that nor kept.
+"""The live page of a server with several models: it shows one of them, named in each request, by default the last used.
+Viewing a model neither loads it nor keeps it loaded.
 """
 
 from collections.abc import Callable, Coroutine
@@ -20,7 +19,7 @@ from inflight.server.wire.api_errors import ApiError
 
 
 def add_live_pages(app: FastAPI) -> None:
-    """Let an application that `create_models_app` made serve the page."""
+    """Add the page to an application made by `create_models_app`."""
     for route in endpoint.router.routes:
         if isinstance(route, APIRoute):
             app.router.add_api_route(
@@ -30,7 +29,7 @@ def add_live_pages(app: FastAPI) -> None:
 
 
 async def _page(request: Request) -> Response:
-    """The page of the model that its address names; without one, that of the model that was used last."""
+    """The page of the model in its address; by default the last used one."""
     pool = _pool(request)
     if "model" in request.query_params:
         return await endpoint.page()
@@ -39,7 +38,7 @@ async def _page(request: Request) -> Response:
 
 
 class _LiveRoute(APIRoute):
-    """A route that is answered by the application of a model, if it is loaded."""
+    """A route answered by a model's application, if loaded."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         async def hand_on(request: Request) -> Response:

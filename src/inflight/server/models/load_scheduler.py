@@ -1,9 +1,9 @@
 """`LoadScheduler`: decides which models to load and to unload, and which request is next. Does nothing itself.
 
-Requests for models stand in one queue, first come, first served. A model is loaded if there is room for it; else the
-least recently used idle one goes first. If all are in use, the least recently used one is *closed*: requests for it
-wait from now on, so that it falls idle and every request has its turn. A model in use is never given up. One that
-cannot be loaded is not tried again for a while, longer each time.
+Requests wait in one queue, first come, first served. A model is loaded if there is room; else the least recently used
+idle one is unloaded first. If all are in use, the least recently used one is *closed*: new requests for it wait, so
+that it becomes idle and no request starves. A model in use is never unloaded. A failed load is retried after a delay,
+which grows each time.
 """
 
 from collections.abc import Iterator, Mapping
@@ -15,7 +15,7 @@ State: TypeAlias = Literal["unloaded", "loading", "loaded", "unloading"]
 
 FIRST_DELAY = 1.0
 LONGEST_DELAY = 60.0
-"""Seconds after which a model is tried again that could not be loaded; they double each time."""
+"""Seconds before a failed load is retried; they double each time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class Failure:
 
     Attributes:
         retry_time: when it may be tried again.
-        number: how many there were in a row.
+        number: failures in a row.
     """
 
     error: Exception
@@ -37,12 +37,12 @@ class Entry:
     """One model.
 
     Attributes:
-        num_bytes: the memory that it takes; before its load, what it is expected to take.
-        num_bytes_expected: for its load, whose peak may be higher than what it takes afterwards.
-        num_uses: by how many requests it is used.
+        num_bytes: its memory; before its load, an estimate.
+        num_bytes_expected: the estimated peak of its load.
+        num_uses: number of requests that use it.
         last_use: when the last of them began or ended.
-        failure: why it was not loaded the last time; None: it was.
-        is_lost: it is loaded, but can no longer be used.
+        failure: why the last load failed; None: it did not.
+        is_lost: loaded, but no longer usable.
     """
 
     num_bytes: int
@@ -60,7 +60,7 @@ class Entry:
 
 @dataclass(slots=True)
 class Decision:
-    """What is to happen now: which models to load and to give up, and which tickets are let in."""
+    """Models to load and to unload, and tickets to admit."""
 
     load: list[str] = field(default_factory=list)
     unload: list[str] = field(default_factory=list)
@@ -71,13 +71,13 @@ class LoadScheduler:
     """Times are seconds of any clock.
 
     Args:
-        num_bytes: for each model, the memory that it is expected to take.
-        max_loaded: the most models that are in memory at once.
-        max_bytes: the memory that they may take together; one alone may take any. None: no limit.
-        idle_seconds: after so long without a use, a model is given up; None: never.
+        num_bytes: for each model, its estimated memory.
+        max_loaded: the most models loaded at once.
+        max_bytes: their total memory; a single model may exceed it. None: no limit.
+        idle_seconds: seconds without use after which a model is unloaded; None: never.
 
     Attributes:
-        closed: the model that takes no more requests, so that it falls idle; None: there is none.
+        closed: the model that admits no requests, so that it becomes idle; None: none.
     """
 
     def __init__(
@@ -103,18 +103,18 @@ class LoadScheduler:
     # ------------------------------------------------------------------------------------- requests
 
     def failure(self, name: str, now: float) -> Failure | None:
-        """Why requests for this model are refused; None: they are not."""
+        """Why requests for this model are refused; None: not refused."""
         failure = self._entries[name].failure
         return failure if failure is not None and now < failure.retry_time else None
 
     def ask(self, name: str) -> int:
-        """Join the line for a model. Returns a ticket, which a decision admits."""
+        """Join the queue for a model. Returns a ticket, which a decision admits."""
         ticket = next(self._numbers)
         self._line[ticket] = name
         return ticket
 
     def leave(self, ticket: int, now: float) -> None:
-        """A ticket is given back: its request has ended, or waits no more."""
+        """Return a ticket: its request has ended, or stopped waiting."""
         if self._line.pop(ticket, None) is None and (name := self._inside.pop(ticket, None)) is not None:
             self._entries[name].num_uses -= 1
             self._entries[name].last_use = now
@@ -126,12 +126,12 @@ class LoadScheduler:
     # ------------------------------------------------------------------------------------- models
 
     def loaded(self, name: str, num_bytes: int, now: float) -> None:
-        """A model was loaded, and takes so much memory."""
+        """A model was loaded, and takes this much memory."""
         entry = self._entries[name]
         entry.state, entry.num_bytes, entry.last_use, entry.failure = "loaded", num_bytes, now, None
 
     def failed(self, name: str, error: Exception, now: float) -> list[int]:
-        """A model could not be loaded. Returns the tickets of those who waited for it; they are given back."""
+        """A load failed. Returns the waiting tickets, which are then invalid."""
         entry = self._entries[name]
         entry.state = "unloaded"
         self._fail(entry, error, now)
@@ -141,13 +141,13 @@ class LoadScheduler:
         return tickets
 
     def lost(self, name: str, error: Exception, now: float) -> None:
-        """A model that is loaded can no longer be used. It is given up when its last request has ended."""
+        """A loaded model can no longer be used. It is unloaded with its last request."""
         entry = self._entries[name]
         entry.is_lost = True
         self._fail(entry, error, now)
 
     def unloaded(self, name: str) -> None:
-        """A model was given up."""
+        """A model was unloaded."""
         entry = self._entries[name]
         entry.state, entry.is_lost = "unloaded", False
         entry.num_bytes = max(entry.num_bytes, entry.num_bytes_expected)
@@ -160,18 +160,18 @@ class LoadScheduler:
     # ------------------------------------------------------------------------------------- decisions
 
     def decide(self, now: float) -> Decision:
-        """Decide what happens now; it counts as begun. Call it after each change."""
+        """Decide the next actions, which count as begun. Call it after each change."""
         decision = Decision()
         self._admit(decision, now)
         self._make_room(decision)
-        self._admit(decision, now)  # to one that is not closed any more
+        self._admit(decision, now)  # to a reopened model
         for name, entry in self._entries.items():
             if entry.is_idle and (entry.is_lost or self._idle_end(entry) <= now):
                 self._give_up(name, decision)
         return decision
 
     def next_time(self) -> float | None:
-        """When something has to be decided although nothing has changed; None: never."""
+        """The next time to decide without a change; None: never."""
         ends = [self._idle_end(entry) for entry in self._entries.values() if entry.is_idle]
         return min(ends) if ends and self._idle_seconds is not None else None
 
@@ -189,7 +189,7 @@ class LoadScheduler:
                 decision.admitted.append(ticket)
 
     def _make_room(self, decision: Decision) -> None:
-        """Load what the line asks for. The first for which there is no room gets the next that there is."""
+        """Load the queue's models in order; the first without room gets the next free memory."""
         before, self.closed = self.closed, None
         for name in dict.fromkeys(self._line.values()):
             entry = self._entries[name]
@@ -203,7 +203,7 @@ class LoadScheduler:
             loaded = [other for other, each in self._entries.items() if each.state == "loaded"]
             idle = [other for other in loaded if self._entries[other].is_idle]
             if "unloading" in states:
-                pass  # what that leaves is decided then
+                pass  # the rest is decided then
             elif idle:
                 self._give_up(min(idle, key=self._last_use), decision)
             elif loaded:

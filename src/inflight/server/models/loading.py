@@ -1,6 +1,6 @@
-"""`ServedModel`: a model that is loaded, with the applications that answer by it. `ModelLoad` makes one, and ends it.
+"""`ServedModel`: a loaded model with its applications. `ModelLoad` loads and unloads it.
 
-What outlives a load is kept here: what is known of the model, and how often its engines have died.
+State that outlives a load is kept here: facts about the model, and its crash count.
 """
 
 import asyncio
@@ -27,12 +27,12 @@ from inflight.server.serving.settings import ServerSettings
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model that is loaded.
+    """A loaded model.
 
     Attributes:
-        app: answers requests of clients by it.
-        background: answers those of batch jobs.
-        num_bytes: the memory that it takes.
+        app: answers clients.
+        background: answers batch jobs.
+        num_bytes: its memory.
     """
 
     llm: AsyncLLM
@@ -44,7 +44,7 @@ class ServedModel:
 
 @dataclass(frozen=True, slots=True)
 class LivePage:
-    """What the live page needs to know of the server.
+    """The live page's settings.
 
     Attributes:
         is_ending: whether the server is about to end.
@@ -56,17 +56,17 @@ class LivePage:
 
 
 class ModelLoad:
-    """Loads one model, any number of times; see `pool.ModelLoader`.
+    """Loads one model, repeatedly; see `pool.ModelLoader`.
 
     Args:
-        make: begins to start its engine. It takes a while.
+        make: starts its engine; slow.
         settings: with its name.
-        responses: those of all models: a conversation may go on with another one.
-        page: of the server; None: it has no live page.
+        responses: the store of all models: a conversation may continue with another model.
+        page: of the server; None: no live page.
 
     Attributes:
-        info: what the last load has found out; None: there was none.
-        observer: is told about its requests.
+        info: facts from the last load; None: never loaded.
+        observer: notified of its requests.
     """
 
     def __init__(
@@ -108,7 +108,7 @@ class ModelLoad:
 
     @asynccontextmanager
     async def _seen(self, llm: AsyncLLM, app: FastAPI) -> AsyncIterator[None]:
-        """Let the live page see a model until the block ends."""
+        """Show a model on the live page until the block ends."""
         if self._page is None:
             yield
             return
@@ -125,21 +125,21 @@ class ModelLoad:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has engines, or will have them when they are loaded."""
+        """Whether it has engines, loaded or loading."""
         return self._llm is not None
 
     @property
     def num_crashes(self) -> int:
-        """How often its engines have died."""
+        """Number of crashes of its engines."""
         return self._num_earlier_crashes + (0 if self._llm is None else self._llm.num_crashes)
 
     async def replica_stats(self, seconds: float | None = None) -> Mapping[int, EngineStats | None]:
-        """As `AsyncLLM.replica_stats`; nothing while it is not loaded."""
+        """As `AsyncLLM.replica_stats`; empty while not loaded."""
         return {} if self._llm is None else await self._llm.replica_stats(seconds)
 
 
 async def _made(make: Callable[[], AsyncLLM]) -> AsyncLLM:
-    """Begin to start an engine, beside the event loop; if the waiter is cancelled, stop it again."""
+    """Start an engine outside the event loop; if cancelled, stop it again."""
     making = asyncio.ensure_future(asyncio.to_thread(make))
     try:
         return await asyncio.shield(making)

@@ -1,7 +1,7 @@
 """How much memory a model takes: an estimate before it is loaded, a measurement after.
 
-An engine has weights, a cache of keys and values, and itself (docs/guides/memory.md). A cache counts whole, as it grows
-to its limit. A draft model does not count.
+An engine's memory is weights, KV cache and a constant (docs/guides/memory.md). A cache counts at its limit. A draft
+model does not count.
 """
 
 import os
@@ -13,13 +13,13 @@ from inflight.gguf.parts import parts_of
 from inflight.host.machine import usable_memory
 
 PEAK_OF_LOADING = 1.6
-"""The peak while a model is loaded, as a multiple of its weights."""
+"""The peak during a load, as a multiple of the weights."""
 
 BYTES_OF_PROCESS = 2**29
 """Torch, Python and kernels."""
 
 WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
-"""Files of weights in a folder; what comes first counts."""
+"""File patterns of weights in a folder; the first match counts."""
 
 
 def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
@@ -31,7 +31,7 @@ def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
 
 
 def bytes_before_load(model: str | os.PathLike[str], cache_bytes: int, num_engines: int = 1) -> int:
-    """The most that a model is expected to take while it is loaded, and afterwards.
+    """Estimate a model's peak memory during its load, and afterwards.
 
     Args:
         cache_bytes: the limit of one engine's cache.
@@ -40,14 +40,14 @@ def bytes_before_load(model: str | os.PathLike[str], cache_bytes: int, num_engin
 
 
 def bytes_when_loaded(info: ModelInfo, num_engines: int = 1) -> int:
-    """The most that a model takes that is loaded."""
+    """The most memory of a loaded model."""
     num_blocks = info.num_blocks // max(1, len(info.cache_groups))
     cache_bytes = num_blocks * info.block_size * info.kv_bytes_per_token
     return sum(each.num_bytes for each in info.weights) + num_engines * (cache_bytes + BYTES_OF_PROCESS)
 
 
 def weight_bytes(model: str | os.PathLike[str]) -> int:
-    """The size of a model's weights in its folder, or in its file; 0 if it lies elsewhere."""
+    """The size of a model's weights in its folder or file; 0 if it is elsewhere."""
     path = Path(os.path.expanduser(model))
     if path.is_file():
         parts = [path.with_name(name) for name in parts_of(path.name)]

@@ -1,4 +1,4 @@
-"""`PoolMetrics`: the metrics of all models, each under its name, and how often they were loaded and unloaded."""
+"""`PoolMetrics`: the metrics of all models, each under its name, and counts of loads and unloads."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -24,14 +24,14 @@ from inflight.server.operations.middleware import Middleware, model_of, run_watc
 from inflight.server.serving.observer import RequestObserver
 
 NO_MODEL = ""
-"""The label of what belongs to no model: requests that named none, and batch jobs."""
+"""The label for requests without a model, and batch jobs."""
 
 
 class PoolMetrics(Middleware, RequestObserver):
-    """As a middleware, counts answers; as an observer, batch jobs.
+    """Counts answers, as a middleware, and batch jobs, as an observer.
 
     Attributes:
-        of: the metrics of each model; each must be one of the observers of its requests.
+        by_model: the metrics of each model; each must be an observer of its requests.
     """
 
     def __init__(self, loads: Mapping[str, ModelLoad]) -> None:
@@ -46,7 +46,7 @@ class PoolMetrics(Middleware, RequestObserver):
         self._registry.register(Loads(pool))
 
     def counted(self, name: str, load: ModelLoader[ServedModel]) -> ModelLoader[ServedModel]:
-        """A load whose engines are counted: each from its start, and to its end."""
+        """Wrap a load to count its engines, from start to end."""
         metrics = self.by_model[name]
 
         @asynccontextmanager
@@ -88,7 +88,7 @@ def _metrics(name: str, load: ModelLoad) -> Metrics:
 
 
 class Loads(Collector):
-    """What a pool has counted."""
+    """A pool's counters."""
 
     def __init__(self, pool: ModelPool[Any]) -> None:
         self._pool = pool
@@ -103,7 +103,7 @@ class Loads(Collector):
         yield states
         for metric, what, counts in (
             ("inflight:model_loads", "How often a model was loaded.", pool.num_loads),
-            ("inflight:model_load_failures", "How often a model could not be loaded.", pool.num_failures),
+            ("inflight:model_load_failures", "Failed loads of a model.", pool.num_failures),
             ("inflight:model_unloads", "How often a model was unloaded.", pool.num_unloads),
         ):
             family = CounterMetricFamily(metric, what, labels=["model_name"])

@@ -1,6 +1,6 @@
 """`ModelPool`: loads and unloads a server's models as `LoadScheduler` decides. Knows neither HTTP nor engines.
 
-Everything runs in one event loop. Each model that is in memory has a task, from its load to its end.
+Everything runs in one event loop. Each loaded model has a task, from load to unload.
 """
 
 import asyncio
@@ -19,11 +19,11 @@ logger = logging.getLogger("inflight.server")
 
 
 class InMemory(Protocol):
-    """Whatever is loaded."""
+    """A loaded model."""
 
     @property
     def num_bytes(self) -> int:
-        """The memory that it takes."""
+        """Its memory in bytes."""
 
 
 M = TypeVar("M", bound=InMemory)
@@ -31,17 +31,17 @@ M_co = TypeVar("M_co", bound=InMemory, covariant=True)
 
 
 class ModelLoader(Protocol[M_co]):
-    """Loads a model as the block begins, and unloads it as it ends."""
+    """A context manager that loads a model and unloads it."""
 
     def __call__(self, lose: Callable[[Exception], None]) -> AbstractAsyncContextManager[M_co]:
-        """`lose` is to be called if it can no longer be used."""
+        """The model calls `lose` when it becomes unusable."""
 
 
 class UnavailableError(ModelError):
-    """A model that could not be loaded is not tried again before some time has passed.
+    """A failed load is not retried before a delay.
 
     Attributes:
-        seconds: how much.
+        seconds: the delay.
     """
 
     def __init__(self, error: Exception, seconds: float) -> None:
@@ -50,7 +50,7 @@ class UnavailableError(ModelError):
 
 
 class Use(Generic[M]):
-    """A request's use of a model: it is not unloaded before the block ends.
+    """A request's use of a model, which is not unloaded before the block ends.
 
     Attributes:
         name: the model's.
@@ -64,12 +64,12 @@ class Use(Generic[M]):
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the model can be used, or could not be loaded: `model` returns at once."""
+        """Whether the model is usable, or its load failed: `model` returns at once."""
         return self._admitted.done()
 
     async def model(self) -> M:
-        """The model, once it is loaded and it is this request's turn. Raises what its load raised."""
-        return await asyncio.shield(self._admitted)  # others may wait for the same
+        """Wait for the model to be loaded and for this request's turn. Raises the load's error."""
+        return await asyncio.shield(self._admitted)  # others may wait for the same future
 
     def __enter__(self) -> Self:
         self._ticket = self._pool._join(self.name, self._admitted)
@@ -81,22 +81,22 @@ class Use(Generic[M]):
         assert self._ticket is not None
         self._pool._leave(self._ticket)
         if self._admitted.done() and not self._admitted.cancelled():
-            self._admitted.exception()  # retrieved, though perhaps no caller asked
+            self._admitted.exception()  # mark the exception as retrieved
 
 
 class ModelPool(Generic[M]):
     """The models of a server.
 
     Args:
-        loads: for each model, what loads it.
-        clock: gives seconds.
-        call_later: calls something after this many seconds, unless it is cancelled; None: the event loop's.
-        adapters: the model of each adapter, by whose name requests may ask for it.
+        loads: for each model, its loader.
+        clock: returns seconds.
+        call_later: calls a function after this many seconds, unless cancelled; None: the event loop's.
+        adapters: the model of each adapter, whose name requests may use.
 
     Attributes:
         adapters: the model of each.
-        num_loads, num_failures, num_unloads: how often each model was loaded, could not be, and was unloaded.
-        load_seconds: for each model, how long its last load took.
+        num_loads, num_failures, num_unloads: loads, failed loads and unloads of each model.
+        load_seconds: for each model, the duration of its last load.
     """
 
     def __init__(
@@ -126,11 +126,11 @@ class ModelPool(Generic[M]):
         return name in self._loads
 
     def entry(self, name: str) -> Entry:
-        """What is known of a model."""
+        """A model's entry."""
         return self._scheduler[name]
 
     def loaded(self) -> dict[str, M]:
-        """The models that are loaded now, by their names."""
+        """The loaded models, by name."""
         return dict(self._models)
 
     def use(self, name: str) -> Use[M]:
@@ -191,7 +191,7 @@ class ModelPool(Generic[M]):
             self._timer = call_later(max(0.0, when - self._clock()), self._decide)
 
     async def _live(self, name: str) -> None:
-        """One model, from its load to its end."""
+        """One model, from load to unload."""
         try:
             start_time = time.monotonic()
             async with self._loads[name](lambda error: self._lose(name, error)) as model:

@@ -1,9 +1,8 @@
-"""Which model a request asks for, and how that answers: `ModelRoute` hands a client's request to the model's own
-application as soon as that is loaded, `PoolAnswerer` does so for batch jobs.
+"""Routes requests to models: `ModelRoute` forwards a client's request to its model's application once loaded,
+`PoolAnswerer` does so for batch jobs.
 
-Decides how a client waits: a stream that waits gets keep-alive comments, and so begins before anything is known about
-its end; an error is then its last event. Any other request is answered when there is an answer. Each of them uses its
-model, from its arrival to the last byte of its answer.
+A waiting stream gets keep-alive comments, and so begins before its outcome is known; an error is then its last event.
+Each request keeps its model loaded, from its arrival to the last byte of its answer.
 """
 
 import asyncio
@@ -30,7 +29,7 @@ from inflight.server.wire.json_route import not_json
 from inflight.server.wire.off_loop import off_loop
 
 FAILED = 500
-"""The status for a request whose model could not be loaded for it: it is not tried again, as it is after a 503."""
+"""The status if a request's model could not be loaded: unlike a 503, clients do not retry it."""
 
 _OF_ASGI = frozenset(
     [
@@ -98,7 +97,7 @@ class _ForwardedResponse(Response):
             await stream.fail(_answer_to(error))
 
     async def _wait(self, use: Use[ServedModel], receive: Receive, stream: "_EarlyStream") -> None:
-        """Return when the model can be used. Raises what its load raised, `ClientGoneError`, and `ApiError` (504)."""
+        """Wait for the model. Raises the load's error, `ClientGoneError`, and `ApiError` (504)."""
         interval = self._settings.keep_alive_interval if self._streams else None
         async with attended(receive, self._settings.request_timeout):
             while not use.is_admitted:
@@ -119,7 +118,7 @@ class _EarlyStream:
     def __init__(self, scope: Scope, send: Send) -> None:
         self.has_begun = False
         self._scope, self._send, self._errors = scope, send, errors_of(scope)
-        self._error: bytearray | None = None  # an answer that is no stream
+        self._error: bytearray | None = None  # not a stream
 
     async def keep_alive(self) -> None:
         """Send a comment."""
@@ -129,7 +128,7 @@ class _EarlyStream:
         await self._send({"type": "http.response.body", "body": KEEP_ALIVE, "more_body": True})
 
     async def send(self, message: Message) -> None:
-        """Send a part of the application's answer; if it is no stream, it is an error, and becomes an event."""
+        """Send a part of the application's answer; if it is not a stream, it is an error, and becomes an event."""
         if message["type"] == "http.response.start":
             headers = dict(message["headers"])
             self._error = None if headers.get(b"content-type", b"").startswith(b"text/event-stream") else bytearray()
@@ -156,12 +155,12 @@ def _answer_to(error: ApiError | ModelError) -> ApiError:
 
 
 def own_scope(scope: Scope) -> Scope:
-    """What a model's application is told of a request, without the notes of the first application's routers."""
+    """The ASGI scope for a model's application, without the outer application's routing state."""
     return {key: value for key, value in scope.items() if key in _OF_ASGI}
 
 
 def again(body: bytes, receive: Receive) -> Receive:
-    """What an application receives of a request whose body was read."""
+    """An ASGI `receive` for a request whose body was read."""
     is_given = False
 
     async def receive_again() -> Message:
@@ -181,7 +180,7 @@ class PoolAnswerer:
         self._pool = pool
 
     async def wait_until_ready(self) -> None:
-        """Return at once: each request waits for its own model."""
+        """Return at once: each request waits for its model."""
 
     async def answer(self, url: str, body: bytes) -> tuple[int, bytes]:
         """See `AppAnswerer.answer`."""
@@ -198,14 +197,14 @@ class PoolAnswerer:
 
 
 class _Wanted(msgspec.Struct):
-    """What a body says about the model and how it wants to be answered; all else is skipped."""
+    """The fields `model` and `stream` of a body; all else is skipped."""
 
     model: msgspec.Raw = msgspec.Raw(b"null")
     stream: msgspec.Raw = msgspec.Raw(b"null")
 
 
 def read_choice(body: bytes) -> tuple[object, bool]:
-    """Return a body's `model`, whatever it is, and whether it asks for a stream. Raises `ApiError`."""
+    """Return a body's `model`, unvalidated, and whether it wants a stream. Raises `ApiError`."""
     if not body:
         raise ApiError(400, "the body is empty; it must be a JSON object")
     try:
@@ -218,8 +217,8 @@ def read_choice(body: bytes) -> tuple[object, bool]:
 
 
 def chosen(pool: ModelPool[Any], name: object) -> str:
-    """Return the name of a request's model, which may have been asked for by its adapter's. Raises `ApiError` if there
-    is none such, or more than one and no choice."""
+    """Return the name of a request's model, which may be given by an adapter. Raises `ApiError` if it is unknown, or
+    missing with several models."""
     names = list(pool)
     listed = ", ".join(map(repr, (*names, *pool.adapters)))
     if name is None:

@@ -1,4 +1,4 @@
-"""`ServedModels`: puts this package together: settings in, an application and its metrics out. Decides nothing else."""
+"""`ServedModels`: assembles this package: settings in, an application and its metrics out."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
@@ -25,19 +25,19 @@ from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings
 
 OF_ANSWERS = {field.name for field in fields(ServerSettings)} - {"model_name", "model_aliases", "batch_dir"}
-"""Options of a single model that say how it answers; all others are its engine's."""
+"""Options of a single model for the server; all others are its engine's."""
 
 
 class ServedModels:
-    """Several models that can be served. Make it in the process that serves them; the event loop may come later.
+    """Several models to serve. Make it in the serving process, with or without an event loop.
 
     Args:
         options: those of each engine, as `AsyncLLM` takes them, unless it has its own.
-        settings: those of the server; each model has its own name, and may have its own for answers.
+        settings: the server's; each model has its own name, and may override some.
         page: of the server; None: it has no live page.
 
     Attributes:
-        metrics: of all models, and of what belongs to none.
+        metrics: of all models, and of the server.
         observers: for each model, observers of its requests; there may be more.
 
     Raises:
@@ -101,7 +101,7 @@ class ServedModels:
             await model.service.abort_all()
 
     async def reload_weights(self) -> None:
-        """Reload the models that are loaded; see `AsyncLLM.reload_weights`."""
+        """Reload the loaded models; see `AsyncLLM.reload_weights`."""
         for name in self.pool.loaded():
             with self.pool.use(name) as use:
                 await (await use.model()).llm.reload_weights()
@@ -109,10 +109,10 @@ class ServedModels:
 
 @dataclass(frozen=True, slots=True)
 class _Engines:
-    """What the engines of one model are to be.
+    """The configuration of one model's engines.
 
     Attributes:
-        options: what `AsyncLLM` is given.
+        options: arguments of `AsyncLLM`.
         cache_bytes: the limit of the cache of each; None: it is given in blocks.
     """
 

@@ -1,4 +1,4 @@
-"""`PoolSettings`: every choice about several models. Plain data, checked when created."""
+"""`PoolSettings`: settings of several models. Plain data, validated at construction."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from inflight.contracts import options
 @options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolSettings:
-    """Which models there are, and how many of them are in memory.
+    """The models, and limits of how many are loaded.
 
     Attributes:
-        models: what each name stands for: a hub id, a folder or a GGUF file; None is the embedded model.
-        own_options: of single models, by their names: what `AsyncLLM` takes, and fields of `ServerSettings`. They win
-            over those of all models.
-        max_loaded_models: the most that are loaded at once; None: all.
-        max_loaded_memory: bytes that the loaded ones may take together; None: what is free when the server starts.
+        models: by name: a hub id, a folder or a GGUF file; None: the embedded model.
+        own_options: options of single models, by name: arguments of `AsyncLLM` and fields of `ServerSettings`,
+            overriding those of all models.
+        max_loaded_models: the most models loaded at once; None: all.
+        max_loaded_memory: total bytes of loaded models; None: the memory free when the server starts.
         idle_unload: seconds without a request after which a model is unloaded; None: never.
     """
 

@@ -1,4 +1,4 @@
-"""vLLM's endpoints that load and unload adapters while the server runs, for operators that allow it."""
+"""vLLM's endpoints to load and unload adapters at run time, if the operator allows it."""
 
 from typing import ClassVar
 
@@ -12,7 +12,7 @@ from inflight.server.wire.strict_model import StrictModel
 
 
 class LoadAdapterRequest(StrictModel):
-    """An adapter to load: under which name, and from which folder of the server's or hub repository."""
+    """An adapter to load: its name, and its folder on the server or hub repository."""
 
     NOT_SUPPORTED: ClassVar = {"base_model_name": (), "load_inplace": (False,), "is_3d_lora_weight": (False,)}
 
@@ -21,7 +21,7 @@ class LoadAdapterRequest(StrictModel):
 
 
 class UnloadRequest(StrictModel):
-    """An adapter to forget."""
+    """An adapter to unload."""
 
     IGNORED: ClassVar = frozenset({"lora_int_id"})
 
@@ -29,7 +29,7 @@ class UnloadRequest(StrictModel):
 
 
 async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
-    """Load an adapter; from then on it is a model for clients."""
+    """Load an adapter, which clients then use as a model."""
     service = _allowed(request)
     if body.lora_name in service.model_names:
         raise ApiError(400, f"lora_name is {body.lora_name!r}, which is a name of the model", param="lora_name")
@@ -41,7 +41,7 @@ async def load_adapter(body: LoadAdapterRequest, request: Request) -> Response:
 
 
 async def unload_adapter(body: UnloadRequest, request: Request) -> Response:
-    """Forget an adapter; requests that have it run to their ends."""
+    """Unload an adapter; running requests keep it."""
     service = _allowed(request)
     try:
         await service.llm.unload_adapter(body.lora_name)
@@ -51,7 +51,7 @@ async def unload_adapter(body: UnloadRequest, request: Request) -> Response:
 
 
 def _allowed(request: Request) -> Service:
-    """The service, if its operator lets clients load adapters. Raises `ApiError` (403) if not."""
+    """The service, if its operator allows clients to load adapters. Raises `ApiError` (403) if not."""
     service = service_of(request)
     if not service.settings.allow_adapter_loading:
         raise ApiError(403, "clients of this server cannot load adapters (its option --allow-adapter-loading is off)")

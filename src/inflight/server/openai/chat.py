@@ -1,4 +1,4 @@
-"""`POST /v1/chat/completions`: decides what answers to chats look like, whole and as a stream."""
+"""`POST /v1/chat/completions`: formats answers to chats, whole and as a stream."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -27,7 +27,7 @@ class _Answer(ChatAnswer[ChatRequest]):
     ID = "chatcmpl-"
 
     def head(self, kind: str) -> dict[str, Any]:
-        """The fields that the answer and each of its chunks begin with."""
+        """The leading fields of the answer and of each chunk."""
         return {
             "id": self.generation.request_id,
             "created": self.created_at,
@@ -48,7 +48,7 @@ class _Answer(ChatAnswer[ChatRequest]):
         return {"content": content, "refusal": None}
 
     def finish_reason(self, ended: CompletionOutput | TextDelta, blocks: Blocks) -> str | None:
-        """Return the finish reason to report: "tool_calls" for an answer that ended by itself and has calls."""
+        """Return the finish reason: "tool_calls" for an answer that stopped and has calls."""
         return "tool_calls" if blocks.num_calls and ended.finish_reason == "stop" else ended.finish_reason
 
     def whole(self, output: RequestOutput) -> bytes:
@@ -97,7 +97,7 @@ class _Answer(ChatAnswer[ChatRequest]):
 
 
 def _both_names(text: str) -> dict[str, str]:
-    """Reasoning under both names that clients read: vLLM's and DeepSeek's."""
+    """Reasoning under both of the names in use: vLLM's and DeepSeek's."""
     return {"reasoning": text, "reasoning_content": text}
 
 
@@ -118,7 +118,7 @@ class _Chunks(ChunkWriter):
         return self._answer.usage(outputs[0], self._read)
 
     def events_of(self, delta: TextDelta) -> bytes:
-        """Return a choice's events: the role first, then what is new, then the finish reason once it has ended."""
+        """Return a choice's events: the role first, then deltas, then the finish reason at the end."""
         events, is_text = b"", self._answer.form is None
         if delta.prompt_logprobs is not None and self._body.prompt_logprobs is not None:
             events = self.chunk(b"", prompt_logprobs=logprobs.of_prompt(delta.prompt_logprobs))
@@ -138,7 +138,7 @@ class _Chunks(ChunkWriter):
         return events
 
     def _events_of_blocks(self, delta: TextDelta) -> bytes:
-        """Return what is new. What belongs to tokens, not to text, goes with the first event."""
+        """Return the deltas. Data of tokens goes with the first event."""
         blocks = self._read[delta.index]
         grown = blocks.feed(delta.text, is_last=delta.finish_reason is not None)
         deltas = [shown for growth in grown if (shown := self._delta(growth, blocks)) is not None]
@@ -149,7 +149,7 @@ class _Chunks(ChunkWriter):
         return events + b"".join(self._event(delta.index, each) for each in others)
 
     def _delta(self, growth: BlockDelta, blocks: Blocks) -> dict[str, Any] | None:
-        """Return a chunk's `delta`; None: the client sees nothing of this."""
+        """Return a chunk's `delta`; None: nothing to show."""
         number, block, added, is_new = growth
         if isinstance(block, CallBlock):
             call: dict[str, Any] = {"index": blocks.num_calls_before(number), "function": {"arguments": added}}

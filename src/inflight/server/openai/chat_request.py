@@ -1,7 +1,4 @@
-"""The request of `/v1/chat/completions`, and what the chat template receives of it.
-
-Decides how messages in OpenAI's form become messages that templates know. Knows no template.
-"""
+"""The request of `/v1/chat/completions`, and its conversion to the messages of chat templates. Knows no template."""
 
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
@@ -31,7 +28,7 @@ class TextPart(StrictModel):
 
 
 def text_of(content: str | list[Any] | None) -> str:
-    """Return the text of a content: each part, whatever its type is, on a line of its own (as in vLLM)."""
+    """Return the text of a content: each part, of any type, on its own line (as in vLLM)."""
     if content is None or isinstance(content, str):
         return content or ""
     return "\n".join(part.text for part in content)
@@ -63,7 +60,7 @@ class ToolCall(StrictModel):
 
 
 class Prediction(StrictModel):
-    """A text that the answer may be like in parts."""
+    """A prediction of parts of the answer."""
 
     type: Literal["content"]
     content: str | Many[TextPart]
@@ -123,7 +120,8 @@ class TemplateFields(StrictModel):
     """A chat, and how the chat template is applied to it.
 
     Attributes:
-        add_generation_prompt: end with the beginning of the assistant's message; null: unless the last is continued.
+        add_generation_prompt: end with the beginning of the assistant's message; null: unless the last message is
+            continued.
         continue_final_message: leave the last message open for the model to continue.
         chat_template: in Jinja, replaces the model's own, if the operator allows it.
         chat_template_kwargs: further variables of the template, such as `enable_thinking`.
@@ -158,11 +156,11 @@ TEMPLATE_ARGUMENTS = {
     *("continue_final_message", "padding", "truncation", "max_length", "return_tensors", "return_dict"),
     *("return_assistant_tokens_mask", "tokenizer_kwargs"),
 }
-"""Names that `chat_template_kwargs` cannot set: they say how the template is applied and are not its variables."""
+"""Names that `chat_template_kwargs` cannot set: they control the template's application and are not its variables."""
 
 
 def template_variables(variables: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a prompt's part with `chat_template_kwargs`. Raises `ApiError` for names that are no variables."""
+    """Return a prompt's part with `chat_template_kwargs`. Raises `ApiError` for reserved names."""
     for name in variables or ():
         if name in TEMPLATE_ARGUMENTS:
             message = f"chat_template_kwargs has {name!r}, which is not a variable of the template"
@@ -178,9 +176,9 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
         max_completion_tokens, max_tokens: two names for one limit; if both are given, the first counts. Null: until a
             stop or the end of the context.
-        reasoning_effort: how much the model is to think, if its chat template can tell it; "none": not at all.
-        thinking_token_budget: how many tokens reasoning may have; 0: the model is not to think.
-        include_reasoning: whether the answer has what the model reasoned; null: yes.
+        reasoning_effort: how much the model should reason, if its chat template supports it; "none": not at all.
+        thinking_token_budget: the most reasoning tokens; 0: no reasoning.
+        include_reasoning: whether the answer includes the reasoning; null: yes.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -223,7 +221,7 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
 
     @property
     def predicted_text(self) -> str | None:
-        """The text that the answer may be like, if one was sent."""
+        """The text of the prediction, if sent."""
         if self.prediction is None:
             return None
         content = self.prediction.content
@@ -258,4 +256,4 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
 
 
 FIELDS_OF_CHATS = ChatRequest.model_fields.keys() | ChatRequest.NOT_SUPPORTED.keys() - ChatRequest.IGNORED
-"""Fields that change the answer of a chat."""
+"""Fields of other APIs that change a chat's answer."""

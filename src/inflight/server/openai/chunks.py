@@ -1,6 +1,6 @@
-"""The events of OpenAI's streams, and `usage`. What all chunks of an answer have in common is encoded once.
+"""The events of OpenAI's streams, and `usage`. The common part of an answer's chunks is encoded once.
 
-Decides where the usage goes. Does not know what a choice looks like.
+Places the usage; independent of a choice's format.
 """
 
 from abc import abstractmethod
@@ -19,9 +19,9 @@ class ChunkWriter(Events):
     """Writes the chunks of one answer; see `Events`.
 
     Args:
-        head: the fields that all chunks begin with.
+        head: the leading fields of all chunks.
         num_prompt_tokens: prompt tokens, summed over all prompts.
-        num_left_out: how many tokens of each sequence are not counted.
+        num_left_out: tokens of each sequence to leave out of the count.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class ChunkWriter(Events):
         self._num_left_out = num_left_out
 
     def write(self, deltas: list[TextDelta]) -> bytes:
-        """Return the events for these deltas, whose tokens count from now on."""
+        """Return the events for these deltas, and count their tokens."""
         if self._is_usage_continuous:
             self._num_tokens += sum(len(delta.token_ids) for delta in deltas)
             so_far = usage(self._num_prompt_tokens, 0 if self._num_left_out else self._num_tokens)
@@ -80,7 +80,7 @@ def usage_of(
 
     Args:
         is_predicted: whether usage counts accepted and rejected draft tokens, from a prediction or otherwise.
-        num_reasoning_tokens: how many tokens were reasoning, if the model may think.
+        num_reasoning_tokens: reasoning tokens, if the model may reason.
     """
     num_completion = sum(len(each.token_ids) - num_left_out for output in outputs for each in output.outputs)
     counts = usage(

@@ -1,4 +1,4 @@
-"""`POST /v1/completions`: which prompts a request contains, and how they are answered, whole and as a stream.
+"""`POST /v1/completions`: reads prompts and formats their answers, whole and as a stream.
 
 OpenAI's legacy API with vLLM's extensions.
 """
@@ -80,12 +80,12 @@ class CompletionRequest(SamplingFields):
 
     @property
     def is_ranked(self) -> bool:
-        """Whether the best of several sequences are chosen."""
+        """Whether to return the best of several sequences."""
         return self.num_generated > self.num_answered
 
     @property
     def generates_nothing(self) -> bool:
-        """Whether only the prompt is wanted. The engine then generates one token, which is not returned."""
+        """Whether only the prompt is scored. The engine then generates one token, which is not returned."""
         return self.max_tokens == 0
 
     def sent_options(self, vocab_size: int) -> dict[str, Any]:
@@ -124,7 +124,7 @@ async def _prepared(body: CompletionRequest, service: Service, size: int) -> "_A
     service.adapter_of(body.model)
     info = await service.generating_info()
     params = await off_loop(size, lambda: _params(body, service, info))
-    prompts = [  # one by one, so that a client that leaves stops the rest
+    prompts = [  # one by one, so that a disconnect stops the rest
         await off_loop(size, partial(_token_ids, body, prompt, service, info)) for prompt in body.prompts
     ]
     service.check_num_scores(prompts, params)
@@ -150,8 +150,8 @@ class _Answer:
 
     Attributes:
         head: the fields that the answer and each of its chunks begin with.
-        echoes: for each prompt, the text that its choices begin with: the one that was sent, or else decoded from its
-            token ids, special tokens included.
+        echoes: for each prompt, the text that its choices begin with: as sent, or decoded from its token ids, special
+            tokens included.
     """
 
     def __init__(
@@ -196,11 +196,11 @@ class _Answer:
         prompt: tuple[Sequence[int], logprobs.Positions] | None,
         echo: str = "",
     ) -> dict[str, Any]:
-        """Return a choice, or what is new of it.
+        """Return a choice, or its delta.
 
         Args:
             num_shown: how many characters of it were sent before.
-            prompt: token ids and log-probabilities of its prompt; None: they were sent before.
+            prompt: token ids and log-probabilities of its prompt; None: already sent.
         """
         body, nothing = self.body, self.body.generates_nothing
         token_ids, text = ([], echo) if nothing else (delta.token_ids, echo + delta.text)
@@ -222,7 +222,7 @@ class _Answer:
         return choice
 
     def offsets(self, prompt: Sequence[int], start: int) -> logprobs.TextOffsets:
-        """Return what gives the places of a choice's tokens in its text."""
+        """Return a tracker of a choice's token offsets in its text."""
         skip = self.generation.params.skip_special_tokens
         return logprobs.TextOffsets(self._tokenizer, prompt, start, skip_special_tokens=skip)
 

@@ -1,7 +1,5 @@
-"""Log-probabilities in the forms that clients know: OpenAI's for completions, OpenAI's for chats, vLLM's for prompts.
-
-Knows the engine's `TokenLogprobs` and these three forms, not where the values come from. JSON has no infinities, so
-values below `LEAST` are reported as `LEAST`, as in vLLM.
+"""Log-probabilities in three formats: OpenAI's for completions, OpenAI's for chats, vLLM's for prompts. JSON has no
+infinities, so values below `LEAST` are reported as `LEAST`, as in vLLM.
 """
 
 from collections.abc import Sequence
@@ -14,11 +12,11 @@ from inflight.text.tokenizer import Tokenizer
 LEAST = -9999.0
 
 Positions = Sequence[TokenLogprobs | None]
-"""One entry per token; None where nothing is known, as for a prompt's first token."""
+"""One entry per token; None if unknown, as for a prompt's first token."""
 
 
 class TextOffsets:
-    """Where the tokens of a text begin, in characters; each token of an incomplete character begins where that does.
+    """Offsets of a text's tokens, in characters; all tokens of an incomplete character have its offset.
 
     Args:
         context: the tokens before the first one.
@@ -40,7 +38,7 @@ class TextOffsets:
             self._detokenizer = IncrementalDetokenizer(tokenizer, context, skip_special_tokens)
 
     def place(self, token_id: int, text: str) -> int:
-        """Return where the next token begins. Without a tokenizer, its `text` is taken for what is written."""
+        """Return the next token's offset. Without a tokenizer, `text` is its text."""
         begin = self._next
         self._next += len(text if self._detokenizer is None else self._detokenizer.append([token_id]))
         return begin
@@ -59,7 +57,7 @@ def of_completion(
     Args:
         num_top: how many of the likeliest tokens are reported at each position, in addition to the token itself.
         offsets: gives the places of the tokens in the choice's text.
-        end: where the text ends, if that is known: behind it there may be tokens of a stop string.
+        end: the end of the text, if known: tokens of a stop string may follow it.
     """
     tokens, of_tokens, tops, places = [], [], [], []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -74,7 +72,7 @@ def of_completion(
 
 
 def joined(first: dict[str, list[Any]], second: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """Join what `of_completion` returned for two consecutive pieces of a text."""
+    """Join `of_completion`'s results for two consecutive pieces of a text."""
     return {name: first[name] + second[name] for name in first}
 
 

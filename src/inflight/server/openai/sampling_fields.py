@@ -1,7 +1,5 @@
-"""The request fields that OpenAI's completions and chats share: how tokens are chosen, and the form of the text.
-
-Decides which field names that clients know mean the same. The engine decides whether a schema or a grammar can be
-enforced.
+"""The request fields shared by OpenAI's completions and chats: sampling, and the form of the text, with synonyms. The
+engine decides whether a schema or a grammar can be enforced.
 """
 
 import json
@@ -18,7 +16,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_STOP_STRINGS = 64
-"""Every token's text is searched for each of them."""
+"""Most stop strings: every token's text is searched for each."""
 
 MAX_METADATA = 1024
 
@@ -39,15 +37,15 @@ NOT_SUPPORTED_YET: Mapping[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "vllm_xargs": (),
 }
-"""Fields that other servers of this API support and this one does not, with the values that change nothing."""
+"""Fields that other servers of this API support, with the values that have no effect."""
 
 
 IGNORED = frozenset({"guided_decoding_backend", "service_tier", "store"})
-"""Those of these fields that concern how, where and for whom the work is done, but not its result."""
+"""Those of these fields that do not affect the result."""
 
 
 class StreamOptions(StrictModel):
-    """What a stream contains besides the text.
+    """Additional content of a stream.
 
     Attributes:
         include_usage: end with a chunk that has the usage.
@@ -96,7 +94,7 @@ class ResponseFormat(StrictModel):
 
     @property
     def wanted(self) -> tuple[str, Any]:
-        """What the text must be, and the value for that; None: it is free. Raises `ApiError`."""
+        """The kind of structured output and its value; None: free text. Raises `ApiError`."""
         if (self.type == "json_schema") != (self.json_schema is not None):
             missing = "has no json_schema" if self.json_schema is None else "has a json_schema, too"
             message = f"response_format is of type {self.type!r} and {missing}"
@@ -107,7 +105,7 @@ class ResponseFormat(StrictModel):
 
 
 class OutputFormatFields(StrictModel):
-    """The form that the whole text must have.
+    """The form of the whole text.
 
     Attributes:
         response_format: OpenAI's field.
@@ -138,7 +136,7 @@ class OutputFormatFields(StrictModel):
         return structured(name, name.partition(".")[0], **options)
 
     def _given(self) -> Iterator[tuple[str, str, Any]]:
-        """Yield what each field asks for: its name, what the text must be, and the value for that."""
+        """Yield each field's name, kind of structured output, and value."""
         if self.response_format is not None:
             yield "response_format", *self.response_format.wanted
         for kind in ("json", "regex", "choice", "grammar"):
@@ -182,5 +180,5 @@ _OWN = SamplingFields.model_fields.keys() & OPTIONS - SharedSamplingFields.model
 def _text(schema: str | dict[str, Any]) -> str:
     try:
         return schema if isinstance(schema, str) else json.dumps(schema)
-    except RecursionError as error:  # what could be parsed cannot always be written again
+    except RecursionError as error:  # parsed JSON can be too deep to write
         raise ApiError(400, "the JSON schema is nested too deeply") from error

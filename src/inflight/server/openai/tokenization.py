@@ -1,4 +1,4 @@
-"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM: what the model would see of a prompt."""
+"""`/tokenize`, `/detokenize` and `/tokenizer_info`, as in vLLM."""
 
 from typing import Annotated, ClassVar
 
@@ -15,10 +15,10 @@ from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import Many, StrictModel
 
 MAX_TOKENS = 2**18
-"""Decoding takes 100 ns for each token, and holds the interpreter's lock."""
+"""Most tokens: decoding takes 100 ns each, and holds the GIL."""
 
 OF_CHATS = ("add_generation_prompt", "continue_final_message", "chat_template", "chat_template_kwargs")
-"""Fields that say how the chat template is applied."""
+"""Fields of the chat template's application."""
 
 
 class TokenizeRequest(TemplateFields):
@@ -102,7 +102,7 @@ def _text(body: DetokenizeRequest, service: Service, info: ModelInfo) -> Respons
 
 
 async def tokenizer_info(request: Request) -> Response:
-    """What evaluation harnesses ask about the tokenizer, under the names of its configuration file."""
+    """Facts about the tokenizer for evaluation harnesses, under the names of its configuration file."""
     inner = service_of(request).tokenizer.inner
     answer = {
         "tokenizer_class": type(inner).__name__,

@@ -1,7 +1,6 @@
 """The access log: one line per HTTP request, with token counts and finish reasons, and with text only on demand.
 
-Decides what a line contains; `logs` decides how it is written. What endpoints report about their requests is matched to
-the HTTP request through the context in which both run.
+`logs` formats the lines. Endpoints' reports are matched to their HTTP request by context variables.
 """
 
 import logging

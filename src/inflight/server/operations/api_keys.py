@@ -1,8 +1,7 @@
-"""API keys: where they are read from, and which requests are let in. Knows no users or quotas: all keys are equal, and
-the holder of a key owns what was stored with it (`owner` in a request's state).
+"""API keys: their sources, and authentication. There are no users or quotas: all keys are equal, and a key owns what
+was stored with it (`owner` in a request's state).
 
-Comparing a key takes a time that reveals nothing about the valid keys: digests under a secret of this process are
-compared to their end, always all of them, whichever one matches.
+Keys are compared in constant time: keyed digests of all of them, always to their end.
 """
 
 import hashlib
@@ -27,8 +26,8 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environmen
         environment: the value of an environment variable: keys separated by commas.
 
     Raises:
-        ValueError: the file cannot be read, a given source contains no key (which would leave the server open to
-            everyone), or an entry cannot be a key.
+        ValueError: the file cannot be read, a source contains no key (which would leave the server open), or an entry
+            cannot be a key.
     """
     found = [("a key", key) for key in keys]
     if file is not None:
@@ -58,11 +57,11 @@ def _of_file(file: Path) -> list[tuple[str, str]]:
 
 
 class ApiKeys(Middleware):
-    """Lets in requests with one of the keys, as `Authorization: Bearer` or as `x-api-key`; others get a 401.
+    """Admits requests with one of the keys, as `Authorization: Bearer` or as `x-api-key`; others get a 401.
 
     Args:
         keys: at least one key.
-        is_open: says of a path whether it needs no key.
+        is_open: returns whether a path needs no key.
     """
 
     SCOPES = ("http", "websocket")
@@ -74,7 +73,7 @@ class ApiKeys(Middleware):
         self.replace(keys)
 
     def replace(self, keys: Iterable[str]) -> None:
-        """Let in requests with one of these keys from now on. Raises ValueError if there are none."""
+        """Replace the keys. Raises ValueError if there are none."""
         digests = [self._digest(key.encode()) for key in keys]
         if not digests:
             raise ValueError("there are no API keys; to run without keys, leave them out")

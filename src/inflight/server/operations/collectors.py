@@ -1,4 +1,4 @@
-"""Small collectors of metrics: adapters, as vLLM tells gateways of them; batch jobs; several collectors as one."""
+"""Small collectors of metrics: adapters, in vLLM's format for gateways; batch jobs; several collectors as one."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -11,7 +11,7 @@ from inflight.batches.batch import Batch
 
 
 class MergedCollector(Collector):
-    """What several collectors have; metrics of the same name, with other labels, are one."""
+    """Merges collectors, joining metrics of the same name."""
 
     def __init__(self, collectors: Iterable[Collector]) -> None:
         self._collectors = list(collectors)
@@ -34,7 +34,7 @@ class AdapterMetrics(Collector):
 
     Args:
         most: how many adapters can run at once.
-        in_use: the adapter of each request that has one, and whether it runs (or else waits).
+        in_use: the adapter of each request that has one, and whether it runs or waits.
         model_name: of the model, where there are several; None: there is no such label, as vLLM has none.
     """
 
@@ -84,7 +84,7 @@ class BatchMetrics:
         before = self._seen.pop(batch.id, batch)
         if not batch.is_finished:
             self._seen[batch.id] = batch
-        if batch.status == "in_progress":  # what is given up at its end was not answered
+        if batch.status == "in_progress":  # requests cancelled at its end were not answered
             self._completed.inc(batch.num_completed - before.num_completed)
             self._failed.inc(batch.num_failed - before.num_failed)
         in_work = (each for each in self._seen.values() if each.status == "in_progress")

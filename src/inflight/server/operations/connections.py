@@ -1,8 +1,7 @@
-"""Connections: how many there may be, and how large and how slow a request's head may be.
+"""Limits of connections, and of the size and time of a request's head.
 
-Each connection is an open file: those beyond the limit are closed at once, so that the server keeps a reserve for what
-else it must open. No application sees a head before it is complete, so no middleware can limit it; and no API key has
-been checked by then.
+Each connection is an open file: those beyond the limit are closed at once, to keep a reserve of file descriptors.
+Middleware cannot limit a head, which applications see only once complete, and before any API key is checked.
 """
 
 import asyncio
@@ -15,7 +14,7 @@ MAX_HEAD_BYTES = 64 * 1024
 """Bytes that may arrive without anything that can be passed on: a head, or the trailers of a chunked body."""
 
 SECONDS_FOR_HEAD = 30.0
-"""How long a connection may take to send the head of a request."""
+"""Seconds that a connection may take to send the head of a request."""
 
 _TOO_LARGE = b"the request's head is larger than %d bytes" % MAX_HEAD_BYTES
 _REFUSAL = (
@@ -28,13 +27,13 @@ _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 1\r\ncontent-length: 
 SECONDS_BETWEEN_WARNINGS = 60.0
 
 RESERVE = 64
-"""Files that are left for everything but connections: pipes to the engine, sockets of exporters, modules."""
+"""File descriptors reserved for other uses: pipes to the engine, sockets of exporters, modules."""
 
 logger = logging.getLogger("inflight.server")
 
 
 class LimitedHeads(HttpToolsProtocol):
-    """uvicorn's protocol, which has no such limits. A head that is too large gets a 431; one that is late, a close.
+    """uvicorn's protocol with these limits. A head that is too large gets a 431; one that is late, a close.
 
     Attributes:
         max_connections: most connections that are open at once; further ones get a 503 and are closed. None: any

@@ -1,5 +1,5 @@
-"""`EngineMetrics`: what engines have counted, for Prometheus, under vLLM's names and with its label `engine`: the
-replica's number, from 0."""
+"""`EngineMetrics`: the engines' counters for Prometheus, under vLLM's names, with its label `engine`: the replica's
+number, from 0."""
 
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from itertools import accumulate
@@ -13,7 +13,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import STEP_SIZES, EngineStats
 
 ReadStats: TypeAlias = Callable[[float], Awaitable[Mapping[int, EngineStats | None]]]
-"""Asks the engines that are running, and waits at most this many seconds; None: that one has not answered."""
+"""Queries running engines, waiting at most this many seconds; None: no answer."""
 
 ENGINE_COUNTERS = (
     ("vllm:prompt_tokens", "num_prompt_tokens", "Prompt tokens of admitted sequences."),
@@ -24,7 +24,7 @@ ENGINE_COUNTERS = (
     ("vllm:num_preemptions", "num_preemptions", "Preemptions: a sequence gave its blocks back and was computed again."),
     ("vllm:spec_decode_num_drafts", "num_drafts", "Spans with draft tokens."),
     ("vllm:spec_decode_num_draft_tokens", "num_draft_tokens", "Draft tokens that were computed."),
-    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens that were the right ones."),
+    ("vllm:spec_decode_num_accepted_tokens", "num_accepted_tokens", "Draft tokens that were accepted."),
     ("inflight:engine_steps", "num_steps", "Forward passes."),
     ("inflight:engine_requests", "num_requests", "Requests that the engine accepted."),
 )
@@ -65,7 +65,7 @@ class EngineMetrics:
         self._last: dict[int, EngineStats] = {}
         self._seen: set[int] = {0}
         for _, counter in self._counters:
-            counter.labels(model_name, "0")  # there from the start
+            counter.labels(model_name, "0")  # present from the start
 
     def describe_cache(self, info: ModelInfo, num_engines: int) -> None:
         """Report how the cache of each engine is made; call it when one is loaded."""
@@ -82,7 +82,7 @@ class EngineMetrics:
             self._cache_info.labels(self._model_name, str(number), *map(str, labels.values())).set(1)
 
     def forget(self) -> None:
-        """There are no engines any more, and so nothing that they hold. Others, which count from 0, may come later."""
+        """Reset the gauges: the engines have ended. New ones, which count from 0, may follow."""
         self._last.clear()
         self._seen = {0}
         for gauge in (self._up, self._num_running, self._num_waiting, *self._cache_usage, self._blocks):
@@ -91,7 +91,7 @@ class EngineMetrics:
             self._cache_info.clear()
 
     def take_in(self, stats: Mapping[int, EngineStats | None], num_crashes: int) -> None:
-        """Report what engines have answered; see `ReadStats`."""
+        """Report the engines' answers; see `ReadStats`."""
         self._seen.update(stats)
         for number in self._seen:
             each = stats.get(number)
@@ -147,7 +147,7 @@ def _is_another_engine(last: EngineStats, stats: EngineStats) -> bool:
 
 
 class _StepSizes(Collector):
-    """How many tokens steps had: a histogram that the engines have counted."""
+    """The engines' histogram of tokens per step."""
 
     def __init__(self, model_name: str) -> None:
         self._model_name = model_name
@@ -155,7 +155,7 @@ class _StepSizes(Collector):
         self._sums: dict[int, int] = {0: 0}
 
     def add(self, number: int, stats: EngineStats, before: EngineStats | None) -> None:
-        """Add what has happened in an engine since `before`, or since its start."""
+        """Add an engine's counts since `before`, or since its start."""
         nothing = [0] * (len(STEP_SIZES) + 1)
         seen, num_seen = (before.num_steps_by_size, before.num_step_tokens) if before else (nothing, 0)
         counts = self._counts.get(number, nothing)

@@ -1,7 +1,7 @@
 """Graceful shutdown: the server refuses new requests, finishes running ones, and then exits with code 0.
 
-Decides what happens between the first signal and the exit. While requests are still running, the server goes on
-listening: a load balancer learns from `/health` that the server is draining, and new clients learn when to retry.
+While requests are still running, the server keeps listening: `/health` tells load balancers that it is draining, and
+new clients learn when to retry.
 """
 
 import asyncio
@@ -25,16 +25,16 @@ from inflight.server.operations.middleware import Middleware, refuse
 from inflight.server.wire.api_errors import ApiError, path_of
 
 SECONDS_TO_LEAVE = 2
-"""How long aborted requests, and after them closed connections, may take to end before they are cut."""
+"""Seconds that aborted requests, and then closed connections, may take to end."""
 
 RETRY = {"Retry-After": "1"}
-"""Seconds after which clients should retry: by then another server, or the next one, may answer at the address."""
+"""Seconds before clients should retry: by then another server may answer at the address."""
 
 logger = logging.getLogger("inflight.server")
 
 
 class Drain(Middleware):
-    """Keeps track of running requests, and refuses new ones once the server drains.
+    """Tracks running requests, and refuses new ones once the server drains.
 
     Args:
         grace_seconds: how long running requests may go on after draining has begun.
@@ -68,7 +68,7 @@ class Drain(Middleware):
                 async with asyncio.timeout(SECONDS_TO_LEAVE):
                     await self._abort_all()
                     await self._is_empty.wait()
-            except Exception as error:  # whatever goes wrong, the server must still end
+            except Exception as error:  # the server must end in any case
                 logger.warning("requests could not be aborted properly: %r", error)
         self.cut()
         await self._empty_within(SECONDS_TO_LEAVE)
@@ -171,7 +171,7 @@ class DrainingServer(uvicorn.Server):
         self._drain.begin()
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second; returns True when the server may end."""
+        """Called ten times a second; returns True when the server can end."""
         while self._received:
             self._on_signals[self._received.popleft()]()
         if self._drain.is_draining:
@@ -185,15 +185,15 @@ class DrainingServer(uvicorn.Server):
 
 
 class Reloadable(Protocol):
-    """What is served."""
+    """A served model."""
 
     async def reload_weights(self) -> None:
         """See `AsyncLLM.reload_weights`."""
 
 
 class ModelReload:
-    """On a signal, reloads the model beside the one that is served, without refusing a request. One reload at a time; a
-    signal that comes meanwhile begins another one afterwards."""
+    """Reloads the model on a signal, without refusing requests. One reload at a time; a signal during one starts
+    another afterwards."""
 
     def __init__(self, llm: Reloadable) -> None:
         self._llm = llm
@@ -210,12 +210,12 @@ class ModelReload:
     async def _run(self) -> None:
         while True:
             self._is_asked_again = False
-            logger.info("reloading the model; it is served when it is ready")
+            logger.info("reloading the model; it will be served once loaded")
             start_time = time.monotonic()
             try:
                 await self._llm.reload_weights()
                 logger.info("the model was reloaded in %.1f s", time.monotonic() - start_time)
             except (ModelError, EngineDeadError) as error:
-                logger.error("the model cannot be reloaded, so what was served stays: %s", error)
+                logger.error("the model cannot be reloaded, so the old one stays: %s", error)
             if not self._is_asked_again:
                 return

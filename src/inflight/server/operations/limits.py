@@ -1,10 +1,9 @@
-"""Limits on clients: bytes of a body, seconds to send it, and requests at a time. Knows nothing of tokens.
+"""Limits on clients: body size, time to send it, and concurrent requests. Knows nothing of tokens.
 
-Files (`STREAMED_PATHS`) are left to their endpoint, which writes them to the disk while they arrive.
+Files (`STREAMED_PATHS`) are limited by their endpoint, which streams them to disk.
 
-A body is received whole before the application sees it, which reads it whole anyway. So its size is the size received,
-not the size announced, and a client that sends slowly or endlessly gets no further than here. (Starlette has a limit on
-bytes, too, but it answers in plain text and waits forever.)
+A body is received completely before the application sees it. So the limit applies to the received, not the announced
+size, and slow or endless bodies are stopped here. (Starlette's limit on bytes answers in plain text and waits forever.)
 """
 
 import asyncio
@@ -17,10 +16,10 @@ from inflight.server.operations.middleware import Middleware, header_of, refusal
 from inflight.server.wire.api_errors import ApiError, path_of
 
 SECONDS_FOR_BODY = 30.0
-"""How long a client may take to send a request's body."""
+"""Seconds that a client may take to send a request's body."""
 
 SECONDS_TO_READ = 2.0
-"""How long a client whose body is too large may go on sending, so that it can read the answer before the close."""
+"""Seconds that a client whose body is too large may keep sending, so that it can read the answer before the close."""
 
 
 class BodyLimit(Middleware):
@@ -57,7 +56,7 @@ class BodyLimit(Middleware):
             await refuse(scope, receive, send, error)
             return
         if body is None:
-            return  # the client left
+            return  # the client disconnected
         if len(body) > self._max_bytes:
             await self._refuse_size(scope, receive, send)
             return
@@ -73,7 +72,7 @@ class BodyLimit(Middleware):
         await app(scope, receive_whole, send)
 
     async def _body(self, receive: Receive) -> bytes | None:
-        """Return the body, or the beginning of one that is too large; None if the client left before sending all."""
+        """Return the body, or the beginning of one that is too large; None if the client disconnected early."""
         body = bytearray()
         while len(body) <= self._max_bytes:
             message = await receive()

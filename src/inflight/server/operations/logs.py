@@ -1,6 +1,6 @@
-"""How log lines are written: as text for people, or as JSON for log collectors. Does not know what is logged.
+"""Formats of log lines: text for people, or JSON for log collectors.
 
-Imports nothing of the server, because it is set up before the engine is started.
+Imports nothing of the server, because it is set up before the engine starts.
 """
 
 import atexit
@@ -19,7 +19,7 @@ current_request_id: ContextVar[str | None] = ContextVar("current_request_id", de
 """The id of the HTTP request that is being served in this context."""
 
 printed = logging.getLogger("inflight.printed")
-"""What was not logged, but printed: by libraries, by the engine's process, by the interpreter."""
+"""The logger for printed lines of libraries, the engine's process and the interpreter."""
 
 
 class JsonLines(logging.Formatter):
@@ -67,7 +67,7 @@ def set_up_logging(*, as_json: bool, level: str = "INFO") -> None:
     handler.setFormatter(JsonLines() if as_json else TextLines())
     logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("uvicorn.access").propagate = False
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # the rest is said by others, in better words
+    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)  # other log lines cover the rest
 
 
 def _standard_error_for_json() -> TextIO:
@@ -82,7 +82,7 @@ def _standard_error_for_json() -> TextIO:
     reader.start()
 
     def restore() -> None:
-        """Log what has been printed, up to its end, which comes when no child is left."""
+        """Log printed lines, until the pipe closes with the last child."""
         sys.stdout.flush()
         sys.stderr.flush()
         for each, original in zip(descriptors, originals, strict=True):

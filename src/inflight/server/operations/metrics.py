@@ -1,8 +1,7 @@
 """Metrics for Prometheus, under vLLM's names where it has them, so that its dashboards work for this server, too.
 
-Decides what is counted and under which name. What engines count (`engine_metrics`) is read at each scrape; what only
-the server sees (latencies, ends of requests, answers) is counted as it happens, in `started`, `produced` and
-`finished`, which run for every step of every request and so do as little as possible.
+Engines' counters (`engine_metrics`) are read at each scrape; the server's own (latencies, ends of requests, answers)
+are counted in `started`, `produced` and `finished`, which run for every step of every request and so must be cheap.
 """
 
 import asyncio
@@ -30,10 +29,10 @@ from inflight.server.serving.observer import EndReason, RequestObserver
 from inflight.server.wire.api_errors import path_of
 
 SECONDS_FOR_ENGINE = 1.0
-"""How long a scrape waits for the engine, which answers between two steps."""
+"""Seconds that a scrape waits for the engine, which answers between two steps."""
 
 PROCESS = ProcessCollector(registry=None)
-"""What this process takes."""
+"""Metrics of this process."""
 
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH"})
 
@@ -92,12 +91,12 @@ class Metrics(Middleware, RequestObserver):
 
     Args:
         model_name: the metrics' `model_name` label.
-        read_stats: asks the engines, as `AsyncLLM.replica_stats` does.
-        count_crashes: how often one has died, which is known even if there is none to ask.
+        read_stats: queries the engines, as `AsyncLLM.replica_stats` does.
+        count_crashes: returns the number of crashes, known even without a running engine.
 
     Attributes:
-        engines: the part of the metrics that engines count.
-        registry: where all of them are.
+        engines: the engines' counters.
+        registry: the registry of all metrics.
     """
 
     def __init__(
@@ -126,7 +125,7 @@ class Metrics(Middleware, RequestObserver):
         self.registry.register(AdapterMetrics(most, self._adapters, model_name))
 
     def _adapters(self) -> Iterator[tuple[str, bool]]:
-        """The adapter of each request that has one, and whether it has got its first token."""
+        """The adapter of each request that has one, and whether its first token has arrived."""
         for each in tuple(self._running.values()):
             if each.adapter is not None:
                 yield each.adapter, bool(each.last)
@@ -175,7 +174,7 @@ class Metrics(Middleware, RequestObserver):
             self._observe_output(output)
 
     def batch_changed(self, batch: Batch) -> None:
-        """Count what was answered of a batch job."""
+        """Count answered requests of a batch job."""
         self._batches.update(batch)
 
     def _observe_output(self, output: RequestOutput) -> None:
@@ -227,7 +226,7 @@ class Metrics(Middleware, RequestObserver):
         return generate_latest(MergedCollector([PROCESS, self.registry]))
 
     async def update(self) -> None:
-        """Ask the engines what they have counted."""
+        """Query the engines' counters."""
         async with self._scraping:  # so that the engines' answers are processed in their order
             self.engines.take_in(await self._read_stats(SECONDS_FOR_ENGINE), self._count_crashes())
 
@@ -259,7 +258,7 @@ def request_labels(scope: Scope) -> tuple[str, str]:
 
 
 class _OlderName(Collector):
-    """A histogram again, under the name that it used to have."""
+    """A copy of a histogram, under its former name."""
 
     def __init__(self, histogram: Histogram, name: str) -> None:
         self._histogram, self._name = histogram, name

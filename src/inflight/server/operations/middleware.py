@@ -1,4 +1,4 @@
-"""`Middleware`: what stands around an application and sees its requests; how it names, watches and refuses them."""
+"""`Middleware`: the base class of ASGI middleware; request ids, observation and refusals."""
 
 import re
 import uuid
@@ -14,17 +14,17 @@ from inflight.server.operations.logs import current_request_id
 from inflight.server.wire.api_errors import CLIENT_CLOSED_REQUEST, ApiError, path_of
 
 SANE = re.compile(rb"[A-Za-z0-9._:-]{1,128}")
-"""Ids that are accepted from clients; they go into headers and logs, where they must do no harm."""
+"""Accepted ids from clients; they go into headers and logs."""
 
 MODEL = "model"
-"""The key in a request's state for the name of the model that it was handed to, where there are several."""
+"""The key in a request's state for the name of its model, with several models."""
 
 
 class Middleware(ABC):
-    """Can be put around an application.
+    """Wraps an application.
 
     Attributes:
-        SCOPES: the kinds of connections that it sees; others go straight to the application.
+        SCOPES: the ASGI scopes that it handles; others go straight to the application.
     """
 
     SCOPES: ClassVar[tuple[str, ...]] = ("http",)
@@ -46,7 +46,7 @@ class Middleware(ABC):
 
 
 def model_of(scope: Scope) -> str | None:
-    """Return the name of that model; None: there is one only, or the request came to none."""
+    """Return the name of that model; None: a single model, or none reached."""
     name: str | None = scope.get("state", {}).get(MODEL)
     return name
 
@@ -54,7 +54,7 @@ def model_of(scope: Scope) -> str | None:
 async def run_watched(
     app: ASGIApp, scope: Scope, receive: Receive, send: Send, answered: Callable[[int], None]
 ) -> None:
-    """Run an application for one request and call `answered` with the status at its end, however it ends."""
+    """Run an application for one request and finally call `answered` with the status."""
     status = CLIENT_CLOSED_REQUEST
 
     async def send_watched(message: Message) -> None:

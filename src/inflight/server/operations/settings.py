@@ -1,4 +1,4 @@
-"""`OperatorSettings`: every choice about the operations around the server. Plain data, checked when created."""
+"""`OperatorSettings`: settings of the server's operations. Plain data, validated at construction."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal, TypeAlias
@@ -12,16 +12,16 @@ KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 
 LogFormat: TypeAlias = Literal["text", "json"]
 MAX_BODY_SIZE = 32 * 2**20
-"""The default limit in bytes. The longest prompts, as token ids in JSON, have a few megabytes."""
+"""The default limit in bytes. The longest prompts, as token ids in JSON, are a few megabytes."""
 
 
 @options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OperatorSettings:
-    """How the server is protected, observed and shut down; `ServerSettings` says how requests are answered.
+    """Protection, observation and shutdown of the server; `ServerSettings` has the settings of answers.
 
     Attributes:
-        api_keys: each request must have one of these; without any here, in the file or in the environment, none is
+        api_keys: each request needs one of these; without any here, in the file or in the environment, no key is
             needed.
         api_key_file: a file with more keys, one per line.
         max_body_size: most bytes of a request's body.

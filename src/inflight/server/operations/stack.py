@@ -1,8 +1,8 @@
-"""`Operations`: puts all of this package around an application, in the one order that makes sense.
+"""`Operations`: wraps an application in all of this package, in the right order.
 
 From the outside in: request ids first, because everything after them logs; then the observers (traces, log, metrics),
-so that they see refusals, too; then CORS, because browsers send preflight requests without a key, and show a page only
-refusals with CORS headers; then the drain; then API keys, so that strangers get no further; then limits.
+so that they see refusals; then CORS, because browsers send preflight requests without a key, and show pages only
+refusals with CORS headers; then the drain; then API keys; then limits.
 """
 
 import asyncio
@@ -33,7 +33,7 @@ logger = logging.getLogger("inflight.server")
 
 
 class OperationsStack:
-    """The operations around one server, whatever it serves.
+    """The operations around one server.
 
     Args:
         metrics: counts the server's answers.
@@ -69,7 +69,7 @@ class OperationsStack:
             self._provider = exporting_provider(settings.traces_endpoint)
 
     def traces(self, model_name: str) -> list[RequestObserver]:
-        """The observers that a model's requests need to be traced; none if traces are off."""
+        """The observers that trace a model's requests; none if traces are off."""
         if self._provider is None:
             return []
         self._tracing = Tracing(model_name, self._provider)  # as a middleware, any will do
@@ -98,7 +98,7 @@ class OperationsStack:
         return RequestIds().middleware(app)
 
     def reload(self) -> None:
-        """Read the API keys again. If that fails, those that were valid stay valid. Does not raise."""
+        """Reread the API keys. On failure the old ones stay. Does not raise."""
         if self._api_keys is None:
             logger.warning("asked to reread the API keys, but this server runs without any")
             return

@@ -1,8 +1,8 @@
 """Traces for OpenTelemetry: one span per prompt, a child of the client's span if the client sent one.
 
-Decides what a span contains: the GenAI semantic conventions' attributes, and no text. The library is imported only if
-traces are requested; its SDK and exporter are an extra. (A span for the HTTP request, in between, is left to FastAPI's
-instrumentation, given the same provider.)
+Spans have the GenAI semantic conventions' attributes, and no text. The library is imported only for traces; its SDK and
+exporter are an extra. (A span for the HTTP request, in between, is left to FastAPI's instrumentation, given the same
+provider.)
 """
 
 import time
@@ -28,7 +28,7 @@ OPERATION = "inflight.operation"
 
 
 def exporting_provider(endpoint: str | None = None) -> "TracerProvider":
-    """Return a provider that sends spans to a collector, by OTLP over HTTP, from a thread of its own.
+    """Return a provider that sends spans to a collector, by OTLP over HTTP, from its own thread.
 
     Args:
         endpoint: the collector's URL for traces, such as "http://127.0.0.1:4318/v1/traces"; None: taken from
@@ -76,7 +76,7 @@ class Tracing(Middleware, RequestObserver):
         self._waiting: dict[str, tuple[Span, float]] = {}
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
-        """Start the span of a request that is about to go to the engine."""
+        """Start the span of a request about to be sent to the engine."""
         operation = str(self._contexts.get_value(OPERATION) or "text_completion")
         span = self._tracer.start_span(
             f"{operation} {adapter or self._model_name}",

@@ -1,1 +1,1 @@
-"""Endpoints of models that pool: embeddings as OpenAI has them, reranking as Jina and Cohere, and vLLM's others."""
+"""Endpoints of models that pool: OpenAI's embeddings, Jina's and Cohere's reranking, and vLLM's others."""

@@ -1,4 +1,4 @@
-"""`/v1/embeddings`, as OpenAI has it, and `/pooling`, as vLLM does: the vectors of texts."""
+"""OpenAI's `/v1/embeddings` and vLLM's `/pooling`: vectors of texts."""
 
 import base64
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import StrictModel
 
 BYTES_OF_NUMBER = 20
-"""About what a number takes in JSON."""
+"""Approximate bytes of a number in JSON."""
 
 
 class EmbeddingRequest(StrictModel):
@@ -28,7 +28,7 @@ class EmbeddingRequest(StrictModel):
     Attributes:
         input: a text, token ids, or a list of either.
         encoding_format: "base64" is that of 32-bit floats, the lowest byte first.
-        dimensions: how many of a vector's first numbers are wanted; null: all.
+        dimensions: keep only this many first numbers of a vector; null: all.
         truncate_prompt_tokens: the most tokens of a text, beyond which it is cut (-1: the model's limit); null: a
             longer one is refused.
         prompt_name: of the model's own prompts, which texts then begin with; null: its default one, if it has one.
@@ -69,7 +69,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
 
 
 async def pooling(body: EmbeddingRequest, request: Request) -> Response:
-    """What the model makes of texts: vectors, or the probabilities of labels."""
+    """Pool texts: vectors, or the probabilities of labels."""
     plan = (await service_of(request).model_info()).pooling
     outputs: Sequence[EmbeddingOutput | ClassificationOutput]
     if plan is not None and plan.task == "classify":
@@ -119,6 +119,6 @@ def _written(values: Values, body: EmbeddingRequest) -> Any:
 
 
 def _size(outputs: Sequence[EmbeddingOutput | ClassificationOutput]) -> int:
-    """About how many bytes the answer has."""
+    """The approximate bytes of the answer."""
     each = len(outputs[0].embedding if isinstance(outputs[0], EmbeddingOutput) else outputs[0].probs)
     return len(outputs) * each * BYTES_OF_NUMBER

@@ -1,4 +1,4 @@
-"""`/classify`, as vLLM has it: what a classifier says of texts."""
+"""vLLM's `/classify`."""
 
 from typing import ClassVar
 

@@ -1,5 +1,4 @@
-"""`pooled`: runs a request of a model that pools for a client. Decides what the observer hears, and which endings are
-errors."""
+"""`pooled`: runs a pooling request for a client, notifies the observer, and maps errors."""
 
 import asyncio
 import time
@@ -24,7 +23,7 @@ Output = TypeVar("Output")
 MAX_TEXTS = 2048
 """Most texts of one request; OpenAI's limit."""
 AS_ONE = SamplingParams(max_tokens=None)
-"""What observers are told of a request that generates nothing."""
+"""The sampling parameters reported to observers of pooling requests."""
 
 TruncatePromptTokens = Annotated[int, Field(ge=-1)]
 """The most tokens of a text, beyond which it is cut; -1: as many as the model allows."""
@@ -44,16 +43,16 @@ async def pooled(
     param: str,
     run: Callable[[AsyncLLM], Coroutine[Any, Any, list[Output]]],
 ) -> list[Output]:
-    """What `run` gives.
+    """Return the result of `run`.
 
     Args:
-        model: its name, as the request has it.
+        model: the model's name in the request.
         texts: the texts of the request.
         param: the request's field that has them.
         run: calls the model.
 
     Raises:
-        ApiError: there is no such model, it does something else, the texts are too many, or they could not be run.
+        ApiError: the model is unknown or has another task, there are too many texts, or they could not be run.
     """
     service = service_of(request)
     service.adapter_of(model)
@@ -95,7 +94,7 @@ async def pooled(
 
 
 def head(request: Request, kind: str) -> dict[str, Any]:
-    """The fields that vLLM's answers begin with."""
+    """The leading fields of vLLM's answers."""
     name = service_of(request).settings.model_name
     return {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
 

@@ -1,4 +1,4 @@
-"""`/v1/rerank`, as Jina and Cohere have it, and `/v1/score`, as vLLM does: how well texts fit each other."""
+"""Jina's and Cohere's `/v1/rerank`, and vLLM's `/v1/score`."""
 
 from typing import Annotated, Any, ClassVar
 
@@ -26,11 +26,11 @@ class RerankRequest(StrictModel):
 
     Attributes:
         documents: texts, or objects with a `text`.
-        top_n: how many of the best are wanted; null: all.
+        top_n: return only this many of the best; null: all.
         return_documents: whether the answer has their texts.
         truncate_prompt_tokens: the most tokens of query and document together, beyond which they are cut (-1: the
             model's limit); null: longer ones are refused.
-        instruction: what a reranker shall look for, for models that can be told.
+        instruction: the reranking task, for models that support it.
     """
 
     IGNORED: ClassVar = {"user", "priority", "request_id"}
@@ -67,7 +67,7 @@ class ScoreRequest(StrictModel):
 
 
 async def rerank(body: RerankRequest, request: Request) -> Response:
-    """Documents by how well they answer a query, the best first."""
+    """Rank documents for a query, the best first."""
     texts = [each if isinstance(each, str) else each.text for each in body.documents]
     outputs = await pooled(
         request,

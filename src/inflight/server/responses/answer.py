@@ -1,7 +1,4 @@
-"""`ResponseAnswer`: a response from its conversation to its end: what the model reads, the response object, the events.
-
-Decides what the object contains while a request runs, after it ended or failed.
-"""
+"""`ResponseAnswer`: a response: its conversation, response object and events, while running, finished or failed."""
 
 import json
 import time
@@ -22,13 +19,12 @@ from inflight.server.wire.json_route import to_json
 from inflight.text.output_text import OutputText
 
 SHARE_FOR_OUTPUT = 4
-"""If turns of a conversation that is too long are left out, enough are to leave 1/`SHARE_FOR_OUTPUT` of the context
-free."""
+"""Truncation of a long conversation leaves 1/`SHARE_FOR_OUTPUT` of the context free."""
 
 
 class OutputLogprobs:
-    """The log-probabilities of the tokens of an answer's texts. A token belongs to the text that grows when, at the
-    latest, the token's own text is certain.
+    """The log-probabilities of an answer's texts. A token belongs to the text that grows when the token's own text
+    becomes certain.
 
     Attributes:
         of_blocks: those of each text, by the number of its block.
@@ -36,15 +32,15 @@ class OutputLogprobs:
 
     def __init__(self) -> None:
         self.of_blocks: dict[int, list[dict[str, Any]]] = {}
-        self._pending: list[dict[str, Any]] = []  # of tokens whose text is still to come, or belongs to no text
-        self._is_behind_other = False  # whether reasoning or a call has grown since a text has
+        self._pending: list[dict[str, Any]] = []  # of tokens whose text is pending, or not part of a text
+        self._is_behind_other = False  # whether reasoning or a call has grown since the last text
 
     def add(self, token_logprobs: list[dict[str, Any]]) -> None:
-        """Take those of the tokens that come now, before their text is fed."""
+        """Add those of new tokens, before feeding their text."""
         self._pending += token_logprobs
 
     def taken_by(self, growth: BlockDelta) -> list[dict[str, Any]]:
-        """Return those that belong to what a block has grown by; tokens of reasoning and calls have none."""
+        """Return those of a block's addition; tokens of reasoning and calls have none."""
         if not isinstance(growth.block, TextBlock):
             self._is_behind_other = True
             return []
@@ -55,7 +51,7 @@ class OutputLogprobs:
         return taken
 
     def rest(self, blocks: Blocks) -> list[dict[str, Any]]:
-        """Return those of tokens at the end that have no text; they belong to the last block."""
+        """Return those of final tokens without text, which belong to the last block."""
         last = len(blocks.blocks) - 1
         return self.taken_by(BlockDelta(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
 
@@ -82,11 +78,11 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
     """A response.
 
     Args:
-        store: where it is kept; None: nowhere.
+        store: where to store it; None: nowhere.
         earlier: the conversation that it continues.
 
     Attributes:
-        chat: the whole conversation before it, without instructions.
+        chat: the conversation before it, without instructions.
     """
 
     ID, PARAM = "resp_", "input"
@@ -120,7 +116,7 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
 
 
 def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInfo) -> RenderedChat:
-    """Return the conversation as the model reads it; if it is too long and `truncation` allows it, its later turns."""
+    """Return the rendered conversation; if it is too long and `truncation` allows it, only later turns."""
     system: Chat = () if body.instructions is None else ({"role": "system", "content": body.instructions},)
     prompt, whole = body.for_template(service.settings), (*system, *chat)
 
@@ -135,7 +131,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
         return written
     most = info.max_model_len - info.max_model_len // SHARE_FOR_OUTPUT
     begins = [i for i, message in enumerate(chat) if message["role"] == "user"]
-    first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last turn
+    first, last = 1, len(begins) - 1  # finds the first turn from which the rest fits, else the last one
     while first <= last:
         middle = (first + last) // 2
         kept = tuple(message for message in chat[: begins[middle]] if message["role"] == "system")
@@ -149,7 +145,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
 
 
 def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedChat | None:
-    """Return the chat; None for one whose text is so long that its tokens need not even be counted."""
+    """Return the chat; None if its text is too long by characters alone."""
     try:
         return write(chat)
     except ApiError as error:
@@ -159,7 +155,7 @@ def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedC
 
 
 def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
-    """Divide a whole answer into blocks: token by token, if log-probabilities are wanted."""
+    """Divide a whole answer into blocks, token by token for log-probabilities."""
     blocks, scores, (completion,) = answer.new_blocks(), OutputLogprobs(), output.outputs
     if answer.body.num_logprobs is None or answer.tokenizer is None:
         blocks.feed(completion.text, is_last=True)
@@ -199,7 +195,7 @@ def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, score
 
 
 def failed(answer: ResponseAnswer, error: ApiError) -> dict[str, Any]:
-    """Return the response after an error in the middle of it."""
+    """Return the response after an error."""
     codes = {429: "rate_limit_exceeded"}
     code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
     return _response(answer, "failed", error={"code": code, "message": str(error)})
@@ -243,7 +239,7 @@ def reasoning_part(text: str) -> dict[str, Any]:
 
 
 def message_of(block: Block) -> dict[str, Any]:
-    """Return a message, reasoning or a tool call as templates expect it when the conversation continues."""
+    """Return a message, reasoning or a tool call in the form of chat templates."""
     if isinstance(block, TextBlock):
         return {"role": "assistant", "content": block.text}
     if isinstance(block, ReasoningBlock):
@@ -261,7 +257,7 @@ def new_logprobs(answer: ResponseAnswer, delta: CompletionOutput | TextDelta) ->
 
 
 def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
-    """Return a response object. Fields that this server does not implement get the value that applies to them."""
+    """Return a response object. Unsupported fields get their effective value."""
     body, params = answer.body, answer.generation.params
     form = None if body.text is None else body.text.format
     choice = body.tool_choice or "auto"
@@ -330,7 +326,7 @@ class ResponseEvents(Events):
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
-        """Return the last events, which repeat as a whole what was sent in pieces."""
+        """Return the last events, which repeat the streamed content."""
         rest = self._scores.rest(self._blocks)
         events = self._added("", rest) if rest else b""
         response = _finished(self._answer, outputs[0], self._blocks, self._scores)
@@ -349,7 +345,7 @@ class ResponseEvents(Events):
         return created + self._event("response.in_progress", response=response)
 
     def _grown(self, growth: BlockDelta) -> bytes:
-        """Return a growth's events: for a new item, the previous item's end and its own start; then the addition."""
+        """Return a delta's events: for a new item, the previous item's end and its own start; then the addition."""
         events, scores = b"", self._scores.taken_by(growth)
         if growth.is_new:
             if before := growth.number:

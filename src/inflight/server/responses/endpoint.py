@@ -1,4 +1,4 @@
-"""`/v1/responses`: decides how responses are continued, retrieved and deleted."""
+"""`/v1/responses`: creates, continues, retrieves and deletes responses."""
 
 from functools import partial
 

@@ -1,6 +1,5 @@
-"""The request of `/v1/responses`: OpenAI's input items, and the messages that the chat template receives for them.
-
-Decides how items become messages. Knows no template and no earlier responses.
+"""The request of `/v1/responses`, and the conversion of its input items to messages for chat templates. Knows no
+template and no earlier responses.
 """
 
 import base64
@@ -41,7 +40,7 @@ Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 LOGPROBS = "message.output_text.logprobs"
 ENCODED = "reasoning.encrypted_content"
 _ENCODING = "inflight:"
-"""What reasoning begins with that this server has encoded; others only their provider can read."""
+"""The prefix of reasoning encoded by this server; only its provider can read any other."""
 
 
 class TextPart(StrictModel):
@@ -59,7 +58,7 @@ Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_tex
 
 
 class Item(StrictModel):
-    """What all items may have: one that repeats an earlier answer has its `id` and `status`."""
+    """The base of items; those from an earlier answer have `id` and `status`."""
 
     id: str | None = None
     status: Literal["in_progress", "completed", "incomplete"] | None = None
@@ -126,7 +125,7 @@ class ReasoningPart(StrictModel):
 
 
 class ReasoningItem(Item):
-    """What the model reasoned in an earlier turn. Most chat templates leave it out unless calls follow it."""
+    """Reasoning of an earlier turn. Most chat templates drop it unless calls follow."""
 
     type: Literal["reasoning"]
     summary: Many[ReasoningPart] | None = None
@@ -142,12 +141,12 @@ class ReasoningItem(Item):
 
 
 def encoded_reasoning(text: str) -> str:
-    """Return reasoning in a form that clients send back as it is, even those that drop its text. It hides nothing."""
+    """Encode reasoning so that clients send it back unchanged, even those that drop its text. It is not encrypted."""
     return _ENCODING + base64.b64encode(text.encode(errors="replace")).decode()
 
 
 def _decoded_reasoning(encoded: str) -> str:
-    """Return the reasoning in what `encoded_reasoning` returned; "" for anything else."""
+    """Decode `encoded_reasoning`; "" for anything else."""
     try:
         given = encoded.removeprefix(_ENCODING) if encoded.startswith(_ENCODING) else ""
         return base64.b64decode(given, validate=True).decode()
@@ -166,7 +165,7 @@ InputItem = Annotated[
 
 
 def qualified(namespace: str | None, name: str) -> str:
-    """Return the name under which the model knows a function. (Some of Codex's namespaces end with the underscores.)"""
+    """Return a function's name for the model. (Some of Codex's namespaces end with the underscores.)"""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
 
 
@@ -185,7 +184,7 @@ class FunctionTool(FunctionDefinition):
 
     @property
     def tool(self) -> Tool:
-        """The same in the form of chat completions, under the name that the model knows."""
+        """In the form of chat completions, under the model's name for it."""
         known = self.model_copy(update={"name": qualified(self.namespace, self.name)})
         return Tool(type="function", function=known)
 
@@ -249,7 +248,7 @@ FunctionChoice = Annotated[
 
 @with_config(ConfigDict(extra="forbid", strict=True))
 class Format(TypedDict, total=False):  # not a model, because models have a method `schema`
-    """The form of the text: any, any JSON object, or JSON that follows a schema (enforced, whatever `strict` is)."""
+    """The form of the text: free, any JSON object, or JSON that follows a schema (enforced, whatever `strict` is)."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None
@@ -296,14 +295,14 @@ Addition: TypeAlias = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""What a request may want to be included in the answer."""
+"""Accepted values of `include`."""
 
 
 class Reasoning(StrictModel):
-    """How the model is to think.
+    """Reasoning options.
 
     Attributes:
-        effort: how much, if its chat template can tell it; "none": not at all.
+        effort: how much, if the chat template supports it; "none": not at all.
     """
 
     NOT_SUPPORTED: ClassVar = {"summary": (), "generate_summary": (), "context": ("auto",), "mode": ("standard",)}
@@ -321,11 +320,11 @@ class ResponsesRequest(ChatBody):
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
-        thinking_token_budget: how many tokens reasoning may have; 0: the model is not to think.
+        thinking_token_budget: the most reasoning tokens; 0: no reasoning.
         include: "message.output_text.logprobs" returns each token's log-probability; the other values concern things
             that this server's answers never contain.
         top_logprobs: how many of the likeliest tokens are returned in addition at each position.
-        truncation: "auto": if the conversation does not fit into the context, its oldest turns are left out.
+        truncation: "auto": drop the oldest turns of a conversation that does not fit into the context.
     """
 
     NOT_SUPPORTED: ClassVar = {
@@ -429,6 +428,6 @@ class ResponsesRequest(ChatBody):
         return {**sent, **stop, "logprobs": self.num_logprobs, "structured_output": self.structured_output}
 
     def for_template(self, settings: ServerSettings) -> dict[str, Any]:
-        """Return how a prompt of `AsyncLLM` is made of a conversation; its messages are still missing."""
+        """Return the parts of an `AsyncLLM` prompt other than the messages."""
         variables = template_variables(self.chat_template_kwargs)
         return {"add_generation_prompt": True, **variables, **self.tool_fields.template_tools}

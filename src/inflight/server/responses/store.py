@@ -1,7 +1,7 @@
 """`ResponseStore`: keeps responses for a while, so that clients can retrieve them and continue conversations.
 
-Decides which responses are dropped: the least recently used, as soon as there are too many or they take too much
-memory. They live in this process and end with it. Does not know what they contain.
+The least recently used are dropped once there are too many or they take too much memory. They are in this process's
+memory only.
 """
 
 from collections import OrderedDict
@@ -13,7 +13,7 @@ MAX_NUM_RESPONSES = 10_000
 MAX_BYTES = 2**26
 
 _BYTES_EACH = 1000
-"""About how much memory a message or a response takes besides its text."""
+"""Approximate bytes of a message or a response besides its text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ class StoredResponse:
         answer: the response as it was sent, in JSON.
         chat: the conversation including this answer, without instructions. (It has all earlier messages, so it can be
             continued after earlier responses are dropped.)
-        num_bytes: about how much memory the response takes.
+        num_bytes: its approximate memory.
     """
 
     answer: bytes
@@ -41,7 +41,7 @@ class ResponseStore:
 
     Args:
         max_num_responses: most responses that are kept.
-        max_bytes: about how much memory they may take together.
+        max_bytes: their approximate total memory.
     """
 
     def __init__(self, max_num_responses: int = MAX_NUM_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
@@ -51,7 +51,7 @@ class ResponseStore:
         self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response, unless it is too large; drop others if necessary."""
+        """Store a response unless it is too large, dropping others if necessary."""
         if response.num_bytes > self._max_bytes:
             return
         self._responses[response_id] = response

@@ -1,7 +1,7 @@
-"""`answer_chat`: the way of a chat through the server, the same for the chat-like endpoints of all APIs.
+"""`answer_chat`: answers chats, for the chat-like endpoints of all APIs.
 
-An endpoint brings a request model (`ChatBody`) and a `ChatAnswer`, which says what the answer looks like, whole and as
-a stream. Everything in between is decided here, and knows no API.
+An endpoint provides a request model (`ChatBody`) and a `ChatAnswer`, which formats the answer, whole and as a stream.
+Everything in between is here, independent of APIs.
 """
 
 import time
@@ -32,28 +32,28 @@ class Events(ABC):
 
     @abstractmethod
     def write(self, deltas: list[TextDelta]) -> bytes:
-        """Return the events for these deltas; empty if they add nothing that can be shown yet."""
+        """Return the events for these deltas; empty if nothing can be shown yet."""
 
     @abstractmethod
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events."""
 
     def failed(self, error: ApiError) -> bytes | None:
-        """Return the last event of an answer that failed; None: as the endpoint's envelope has it."""
+        """Return the last event of a failed answer; None: the endpoint's envelope."""
         return None
 
 
 class ChatAnswer(ABC, Generic[B]):
-    """One answer to a chat. Making it prepares the request, which takes a while for a long one.
+    """One answer to a chat. Its constructor prepares the request, which is slow for a long one.
 
     Args:
-        info: of the model that answers.
+        info: of the model.
 
     Attributes:
-        ID: what ids of answers begin with.
+        ID: the prefix of answers' ids.
         PARAM: the request field that holds the chat, for error messages.
         generation: what to run.
-        form: how reasoning and tool calls are read; None: the text is content as it is.
+        form: how to read reasoning and tool calls; None: the text is plain content.
         model_name: the model's name in the answer.
         created_at: seconds of Unix time.
 
@@ -87,17 +87,17 @@ class ChatAnswer(ABC, Generic[B]):
         self.model_name, self.created_at = service.name_of(adapter), int(time.time())
 
     def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
-        """Return the chat as the model reads it, and the request's own chat template."""
+        """Return the rendered chat, and the request's own chat template."""
         chat = self.body.for_template(service.settings)
         return service.written(chat, info, self.PARAM, self.body.wanted_thinking), chat.get("chat_template")
 
     def new_blocks(self) -> Blocks:
-        """Return what divides one sequence's text."""
+        """Return a reader for one sequence's text."""
         return Blocks() if self.form is None else self.form.make_reader()
 
     def num_reasoning_tokens(self, *answers: Blocks) -> int | None:
-        """How many tokens the reasoning of these sequences has, which is encoded once more to count them; None: the
-        model does not reason."""
+        """The number of reasoning tokens of these sequences, counted by encoding the text again; None: the model does
+        not reason."""
         if self.form is None or self.tokenizer is None:
             return None
         return sum(blocks.num_reasoning_tokens(self.tokenizer) for blocks in answers)
@@ -108,7 +108,7 @@ class ChatAnswer(ABC, Generic[B]):
 
     @abstractmethod
     def events(self) -> Events:
-        """Return what writes the answer as events."""
+        """Return the writer of the answer's events."""
 
     def keep(self) -> None:
         """Called in the event loop once the whole answer is written."""
@@ -117,10 +117,10 @@ class ChatAnswer(ABC, Generic[B]):
 async def answer_chat(
     body: B, request: Request, make: Callable[[B, Service, ModelInfo], ChatAnswer[B]], more_bytes: int = 0
 ) -> Response:
-    """Answer a chat, as its body wants it.
+    """Answer a chat, whole or as a stream.
 
     Args:
-        more_bytes: about how many bytes must be gone through besides the body.
+        more_bytes: estimated bytes to process besides the body.
     """
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
@@ -137,7 +137,7 @@ async def answer_chat(
 
 
 def stream(service: Service, generation: Generation, events: Events) -> EventStream:
-    """Return a response that runs `generation` and streams its events, all of one step in one write."""
+    """Return a response that runs `generation` and streams its events, one write per step."""
 
     async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:

@@ -1,7 +1,7 @@
-"""The one way to the engine: runs several prompts, each with several sequences, as one request.
+"""Runs several prompts, each with several sequences, as one request on the engine.
 
-Decides how their streams are merged, what the observer hears, and which endings are errors. Of HTTP it knows only that
-the client may leave; it does not know what an answer looks like.
+Merges their streams, notifies the observer, and decides which endings are errors. Of HTTP it knows only that the client
+may disconnect.
 """
 
 import asyncio
@@ -22,24 +22,24 @@ from inflight.server.serving.streams import Client
 from inflight.server.wire.api_errors import ApiError
 
 Deliver: TypeAlias = Callable[[list[TextDelta]], Awaitable[None]]
-"""Receives new deltas. It may be slow: deltas that arrive in the meantime are delivered together in its next call."""
+"""Receives new deltas. If it is slow, deltas that arrive meanwhile are merged into its next call."""
 
 BYTES_OF_SCORE = 40
-"""About what a log-probability takes in JSON."""
+"""Approximate bytes of a log-probability in JSON."""
 
 MAX_NUM_HELD = 256
-"""Most deltas that are buffered for a client that does not read; beyond that, the streams that make them wait."""
+"""Most deltas buffered for a client that does not read; beyond that, its streams wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What to generate.
+    """A generation request.
 
     Attributes:
         request_id: the id of the answer.
-        prompts: the token ids of each prompt; they fit into the context.
+        prompts: the token ids of each prompt, within the context.
         params: the same for all prompts.
-        adapter: the name of the adapter that they have; None: they have none.
+        adapter: the name of their adapter; None: none.
     """
 
     request_id: str
@@ -55,18 +55,18 @@ async def generate(
 ) -> list[RequestOutput]:
     """Run `generation` to its end and return the outputs in the order of its prompts.
 
-    Cancelling the task that runs this ends the generation; that is how a departing `client` ends it.
+    Cancelling the task ends the generation, as when the `client` disconnects.
 
     Args:
-        deliver: receives all deltas in order, those of one step together; their `prompt_index` names the prompt.
-            None: only the outputs are wanted.
+        deliver: receives all deltas in order, those of one step together, with `prompt_index`. None: only the outputs
+            are needed.
 
     Raises:
         ApiError: a sequence could not be finished.
         InvalidRequestError, QueueFullError, EngineDeadError: as `AsyncLLM.stream`.
     """
     if len(generation.prompts) == 1 and (generation.params.n == 1 or deliver is None):
-        # No queue in between: most requests are like this.
+        # No queue: the common case.
         return [await _follow(service, generation, client, 0, deliver)]
     queue: asyncio.Queue[TextDelta] = asyncio.Queue(MAX_NUM_HELD)
 
@@ -80,7 +80,7 @@ async def generate(
                 tasks.append(
                     group.create_task(_follow(service, generation, client, index, None if deliver is None else hold))
                 )
-                await asyncio.sleep(0)  # other requests have their turn between two of these
+                await asyncio.sleep(0)  # yields to other requests between two of these
             if deliver is not None:
                 await _deliver_all(queue, len(generation.prompts), deliver)
     except BaseExceptionGroup as errors:
@@ -158,7 +158,7 @@ def _refuse_bad_end(reason: FinishReason | None, output: RequestOutput | None) -
 
 
 def size_of_answer(outputs: Sequence[RequestOutput]) -> int:
-    """Return about how many bytes must be gone through to make an answer of these outputs."""
+    """Estimate the bytes to process for an answer of these outputs."""
     size = 0
     for output in outputs:
         positions = [output.prompt_logprobs, *(each.logprobs for each in output.outputs)]

@@ -1,5 +1,5 @@
-"""`RequestObserver`: is told about every request that runs, and about batch jobs, for logs, metrics and traces. Knows
-neither HTTP nor metrics."""
+"""`RequestObserver`: notified of requests and batch jobs, for logs, metrics and traces. Knows neither HTTP nor
+metrics."""
 
 from collections.abc import Iterable
 from typing import Literal, TypeAlias
@@ -9,31 +9,31 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 
 EndReason: TypeAlias = Literal["stop", "length", "abort", "error", "refused", "timeout"]
-"""How a request ended: "stop" and "length": as its first sequence did; "abort": its client left or did not read;
-"refused": it was never queued; "timeout": its time was up."""
+"""How a request ended: "stop" and "length": as its first sequence did; "abort": its client disconnected or did not
+read; "refused": it was never queued; "timeout": it ran out of time."""
 
 
 class RequestObserver:
-    """Is called for each prompt's request, in the server's event loop. This base class does nothing.
+    """Called for each prompt's request, in the server's event loop. This base class does nothing.
 
     An HTTP request with several prompts counts as several requests here, each with its own id.
     """
 
     def started(self, request_id: str, num_sequences: int, params: SamplingParams, adapter: str | None = None) -> None:
-        """The request is about to go to the engine.
+        """The request is about to be sent to the engine.
 
         Args:
-            adapter: the name of its adapter; None: it has none.
+            adapter: the name of its adapter; None: none.
         """
 
     def produced(self, request_id: str, num_new_tokens: int, now: float) -> None:
         """`num_new_tokens` tokens arrived at `now` (seconds of `time.monotonic()`)."""
 
     def finished(self, request_id: str, output: RequestOutput | None, reason: EndReason) -> None:
-        """The request has ended; `output` is None unless it ran to its end. Called once for each started request."""
+        """The request has ended; `output` is None unless it finished. Called once for each started request."""
 
     def batch_changed(self, batch: Batch) -> None:
-        """Something of a batch job has changed."""
+        """A batch job has changed."""
 
 
 class Observers(RequestObserver):

@@ -1,4 +1,4 @@
-"""The request fields that every endpoint which generates shares, and `ChatBody`: what all chat-like ones must say.
+"""The request fields shared by all generating endpoints, and `ChatBody`, the interface of chat-like requests.
 
 Names and meanings are OpenAI's where OpenAI has them, else vLLM's.
 """
@@ -48,7 +48,7 @@ class SharedSamplingFields(StrictModel):
     speculation: bool | None = None
 
     def sent_options(self, vocab_size: int) -> dict[str, Any]:
-        """Return what was sent, as options of `SamplingParams`; endpoints add their own. Raises `ApiError`."""
+        """Return the sent fields as options of `SamplingParams`; endpoints add their own. Raises `ApiError`."""
         sent = {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
         if self.seed is not None:
             if not -MAX_SEED - 1 <= self.seed <= MAX_SEED:
@@ -67,7 +67,7 @@ class SharedSamplingFields(StrictModel):
 
 
 class ChatBody(SharedSamplingFields):
-    """The body of a chat-like endpoint, whose own fields say these things in the words of its API."""
+    """The body of a chat-like endpoint, independent of its API's field names."""
 
     @property
     @abstractmethod
@@ -77,16 +77,16 @@ class ChatBody(SharedSamplingFields):
     @property
     @abstractmethod
     def structured_output(self) -> StructuredOutput | None:
-        """The form that the text must have. Raises `ApiError`."""
+        """The structured output requested. Raises `ApiError`."""
 
     @property
     @abstractmethod
     def wanted_thinking(self) -> Thinking:
-        """What the request says about reasoning."""
+        """The request's reasoning options."""
 
     @property
     def most_prompt_tokens(self) -> int | None:
-        """How many of the prompt's last tokens are taken; None: all."""
+        """Keep this many of the prompt's last tokens; None: all."""
         return None
 
     def check(self, settings: ServerSettings) -> None:
@@ -99,7 +99,7 @@ class ChatBody(SharedSamplingFields):
 
 OPTIONS = {field.name for field in fields(SamplingParams)} - {"logit_bias", "seed", "truncate_prompt_tokens"}
 _SHARED = SharedSamplingFields.model_fields.keys() & OPTIONS
-"""Fields whose values `SamplingParams` takes as they are."""
+"""Fields passed unchanged to `SamplingParams`."""
 
 
 def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, float]:
@@ -111,13 +111,13 @@ def _token_biases(biases: Mapping[str, float], vocab_size: int) -> dict[int, flo
 
 
 def named_in(message: str, owner: type[StrictModel]) -> str | None:
-    """Return the field of a request that a message of `SamplingParams` is about."""
+    """Return the request field named in a message of `SamplingParams`."""
     match = re.match(r"(?:a (?:member|token id) of )?(\w+)", message)
     return match[1] if match and match[1] in owner.model_fields else None
 
 
 def structured(where: str, param: str, **options: Any) -> StructuredOutput:
-    """Return the form of a text that a field asks for. Raises `ApiError`."""
+    """Return a field's structured output. Raises `ApiError`."""
     try:
         return StructuredOutput(**options)
     except ValueError as error:

@@ -1,6 +1,5 @@
-"""`Service`: what every endpoint works with: model, operator's settings, observer, and the tokenization of prompts.
-
-Decides which names the model answers to and what fits into its context. Knows no endpoint.
+"""`Service`: shared by all endpoints: model, operator's settings, observer, and tokenization of prompts. Resolves model
+names and checks the context length. Knows no endpoint.
 """
 
 import asyncio
@@ -24,17 +23,17 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
-"""Most log-probabilities of prompts in one answer, which are about 20 MB of JSON and 200 MB while it is made."""
+"""Most log-probabilities of prompts in one answer: about 20 MB of JSON, and 200 MB while it is built."""
 
 
 @dataclass(slots=True)
 class RunningRequest:
-    """A request that has gone to the engine and has not ended.
+    """A running request.
 
     Attributes:
         start_time, first_token_time: seconds of `time.monotonic()`.
         num_tokens: generated so far, by all of its sequences.
-        texts: pieces of each sequence's text; None: they are not kept.
+        texts: pieces of each sequence's text; None: not kept.
     """
 
     prompt_token_ids: Sequence[int]
@@ -46,7 +45,7 @@ class RunningRequest:
     num_tokens: int = 0
 
     def add(self, delta: TextDelta, now: float) -> None:
-        """More of it has come."""
+        """Add a delta."""
         if delta.token_ids and self.first_token_time is None:
             self.first_token_time = now
         self.num_tokens += len(delta.token_ids)
@@ -55,22 +54,22 @@ class RunningRequest:
 
 
 class RenderedChat(NamedTuple):
-    """A chat as the chat template writes it, and its token ids."""
+    """A chat rendered by its template, and its token ids."""
 
     text: str
     token_ids: list[int]
 
 
 class Service:
-    """One model with the settings under which it is served.
+    """One model with its server settings.
 
     Attributes:
         start_time: when serving began, in seconds of Unix time; the model's `created`.
-        running: the requests that `llm` has received and that have not ended, by their ids.
-        keeps_texts: whether `running` has what they have generated.
+        running: running requests, by id.
+        keeps_texts: whether `running` keeps generated texts.
         pooling: the tasks of requests that pool.
-        in_background: whether all its requests run in the background, whatever they say, each with a seed that was
-            drawn for it if it has none: an engine draws the same seeds after every start, and a job goes on over many.
+        in_background: whether all its requests run in the background, each with a random seed if it has none: an engine
+            draws the same seeds after every start, and a job may outlive many.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class Service:
         return self.llm.model_info
 
     async def generating_info(self) -> ModelInfo:
-        """Return the same. Raises `ApiError` if the model generates no text."""
+        """Return the same. Raises `ApiError` if the model does not generate."""
         info = await self.model_info()
         if info.pooling is not None:
             message = f"this model was loaded to {info.pooling.task}; it does not generate text"
@@ -143,17 +142,17 @@ class Service:
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer. Raises `ApiError` if it has none."""
         if self.llm.tokenizer is None:
-            raise ApiError(400, "this model has no tokenizer; it takes and gives token ids only")
+            raise ApiError(400, "this model has no tokenizer; it takes and returns token ids only")
         return self.llm.tokenizer
 
     @property
     def model_names(self) -> tuple[str, ...]:
-        """The names of the model without an adapter; the first is the one in answers."""
+        """The names of the base model; the first is used in answers."""
         return (self.settings.model_name, *self.settings.model_aliases)
 
     def adapter_of(self, name: str | None) -> str | None:
-        """The adapter that a name stands for; None: it stands for the model without one, as no name does. Raises
-        `ApiError` (404) if it stands for nothing."""
+        """The adapter of a model name; None: the base model, also without a name. Raises `ApiError` (404) for an
+        unknown name."""
         if name is None or name in self.model_names:
             return None
         if name in self.llm.adapters:
@@ -169,14 +168,14 @@ class Service:
         return self.settings.model_name if adapter is None else adapter
 
     def token_ids(self, prompt: Prompt, info: ModelInfo, param: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the token ids of a prompt. It takes a while for a long one: call it by `off_loop`.
+        """Return the token ids of a prompt. Slow for a long one: call it by `off_loop`.
 
         Args:
             param: the request field that holds the prompt.
-            add_special_tokens: whether a text gets the special tokens that the tokenizer puts around it.
+            add_special_tokens: whether the tokenizer adds special tokens to a text.
 
         Raises:
-            ApiError: the prompt cannot be tokenized, or has more characters than could ever fit (400).
+            ApiError: the prompt cannot be tokenized, or has too many characters to fit (400).
         """
         try:
             if isinstance(prompt, Mapping) and "messages" in prompt:
@@ -242,7 +241,7 @@ class Service:
 
 
 def _context(info: ModelInfo) -> str:
-    """Say how long a sequence may be, in OpenAI's words: LiteLLM looks for them, not for the error's code."""
+    """State the context length in OpenAI's words, which LiteLLM matches instead of the error's code."""
     return f"this model's maximum context length is {info.max_model_len} tokens"
 
 
@@ -253,6 +252,6 @@ def service_of(request: Request) -> Service:
 
 
 def settings_of(request: Request) -> ServerSettings:
-    """Return the settings of the request's application, which may have no model of its own."""
+    """Return the settings of the request's application, which may have no model."""
     settings: ServerSettings = request.app.state.settings
     return settings

@@ -1,4 +1,4 @@
-"""`ServerSettings`: every choice that an operator has about the HTTP server. Plain data, checked when created."""
+"""`ServerSettings`: an operator's settings of the HTTP server. Plain data, validated at construction."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,11 +15,11 @@ DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""
 
 ANY_NAME = "*"
-"""As a name of the model: every name is one."""
+"""An alias that matches every name."""
 
 
 def names_of(model: str | None, served: Sequence[str] = ()) -> list[str]:
-    """The model's name in answers, and its aliases: the names under which it is served, and always its own."""
+    """The served names: the model's name in answers, and its aliases, always including its own name."""
     own = [DEMO_MODEL_NAME] if model is None else [model]
     if model is not None and Path(model).expanduser().is_dir():
         own.insert(0, Path(model).expanduser().resolve().name)
@@ -29,22 +29,22 @@ def names_of(model: str | None, served: Sequence[str] = ()) -> list[str]:
 @options.strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
-    """How requests are accepted and answered; `EngineConfig` says how the model runs.
+    """Settings of requests and answers; `EngineConfig` has those of the engine.
 
     Attributes:
         model_name: the model's name in answers and in the list of models.
-        model_aliases: other names by which requests may ask for the model; "*": any name.
+        model_aliases: other accepted names of the model; "*": any name.
         max_n: most sequences that a request may ask for per prompt.
         max_num_sequences: most sequences of one HTTP request: prompts times sequences per prompt.
         max_logprobs: most alternatives per token that a request may ask for.
         request_timeout: seconds after which a request is aborted; None: never.
-        keep_alive_interval: seconds of silence after which a comment is sent on a stream, so that no proxy takes the
-            connection for dead.
-        max_stall: seconds that a stream waits for a client that does not read before its request is aborted.
-        strict: whether what could be ignored or replaced in a request is refused, too.
-        trust_request_chat_template: whether a request may bring a chat template, a program that runs in this process.
-        batch_dir: a folder for files and batch jobs; None: there are none.
-        max_file_size: the most bytes of a file that is uploaded.
+        keep_alive_interval: seconds of silence after which a comment is sent on a stream, so that proxies keep the
+            connection open.
+        max_stall: seconds without a read by the client after which a stream's request is aborted.
+        strict: whether fields that could be ignored or replaced are refused.
+        trust_request_chat_template: whether requests may have a chat template, a program that runs in this process.
+        batch_dir: a folder for files and batch jobs; None: disabled.
+        max_file_size: the most bytes of an uploaded file.
         allow_adapter_loading: whether clients may load and unload adapters.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
     """

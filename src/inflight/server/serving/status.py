@@ -1,4 +1,4 @@
-"""Endpoints about the server itself: its models, its version, its metrics, and whether it is ready."""
+"""Endpoints about the server itself: models, version, metrics and health."""
 
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -11,7 +11,7 @@ from inflight.server.wire.api_errors import ApiError
 
 
 class Catalog(Protocol):
-    """What an application serves: one model with its adapters, or several models. Its `state.catalog`."""
+    """The models of an application: one with its adapters, or several. Its `state.catalog`."""
 
     def check_ready(self) -> None:
         """Raise `ApiError` while no request can be answered."""
@@ -29,7 +29,7 @@ def _catalog(request: Request) -> Catalog:
 
 
 async def health(request: Request) -> Response:
-    """200 when requests are served at once; 503 while the engine is loading, restarting, or unable to start."""
+    """200 when ready; 503 while the engine is loading, restarting, or unable to start."""
     _catalog(request).check_ready()
     return Response(status_code=200)
 

@@ -1,7 +1,7 @@
-"""How an answer reaches its client: the client that may leave, and streams of server-sent events.
+"""Delivers answers: clients that may disconnect, and streams of server-sent events.
 
-A stream begins with the first event: an error before that is an ordinary answer with its own status; a later error
-becomes an event. Does not know what events contain.
+A stream begins with its first event: an error before that is an ordinary answer with its own status; a later error
+becomes an event. Independent of events' content.
 """
 
 import asyncio
@@ -28,7 +28,7 @@ class Client:
     """The client of one HTTP request, while the request is being served.
 
     Attributes:
-        why_ended: why the client's work was ended early; None: it was not.
+        why_ended: why the client's work was cancelled; None: it was not.
     """
 
     def __init__(self, limit: asyncio.Timeout) -> None:
@@ -37,17 +37,17 @@ class Client:
 
     @property
     def is_too_late(self) -> bool:
-        """Whether the work was ended because its time was up."""
+        """Whether the work timed out."""
         return self.why_ended is None and self._limit.expired()
 
     def end(self, why: Literal["left", "stalled"]) -> None:
-        """End the client's work now."""
+        """Cancel the client's work."""
         if self.why_ended is None and not self._limit.expired():
             self.why_ended = why
             self._limit.reschedule(asyncio.get_running_loop().time())
 
     async def listen(self, receive: Receive) -> None:
-        """Wait until the client disconnects. (Nothing else can arrive, since its request has been read.)"""
+        """Wait until the client disconnects. (Nothing else can arrive: its request has been read.)"""
         while (await receive())["type"] != "http.disconnect":
             pass
         self.end("left")
@@ -55,13 +55,13 @@ class Client:
 
 @asynccontextmanager
 async def attended(receive: Receive, timeout: float | None) -> AsyncIterator[Client]:
-    """Run a block of work for a client, and cancel it as soon as the client no longer waits.
+    """Run a block of work for a client, cancelled when the client disconnects.
 
     Args:
         timeout: seconds that the work may take; None: no limit.
 
     Raises:
-        ClientGoneError: the client has left, or does not read.
+        ClientGoneError: the client has disconnected, or does not read.
         ApiError: the work took too long (504).
     """
     try:
@@ -84,7 +84,7 @@ class EventStream(Response):
     """A streaming response with the events that `work` writes.
 
     Args:
-        work: called with the client and a function that writes to it; each call of that is one write to the socket.
+        work: called with the client and a write function; each call of that is one write to the socket.
         error_event: encodes an error as the last event; None: as in the endpoint's envelope.
     """
 
@@ -164,7 +164,7 @@ class _Line:
 
 
 class _KeepAlive:
-    """Checks on a stream now and then: keeps a silent one alive, and gives up a client that does not read."""
+    """Periodically checks a stream: keeps a silent one alive, and drops a client that does not read."""
 
     def __init__(self, line: _Line, client: Client, settings: ServerSettings) -> None:
         self._line = line

@@ -1,1 +1,1 @@
-"""What all endpoints share on the wire: strict request models, JSON bodies, error envelopes, and work off the loop."""
+"""The wire layer: strict request models, JSON bodies, error envelopes, and work outside the event loop."""

@@ -1,6 +1,6 @@
 """Error answers: an HTTP status and one sentence in OpenAI's error envelope.
 
-Decides which status, type and code each of our errors gets. Knows no endpoint.
+Maps our errors to statuses, types and codes. Knows no endpoint.
 """
 
 import json
@@ -17,7 +17,7 @@ from starlette.types import Scope
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
-"""How long a refused client should wait before it retries: a full queue moves within a second."""
+"""Seconds before a refused client should retry: a full queue moves within a second."""
 
 CLIENT_CLOSED_REQUEST = 499
 """The status (nginx's number) of a request whose client disconnected; it appears in logs and metrics only."""
@@ -73,7 +73,7 @@ class ApiError(Exception):
 
     @classmethod
     def of_validation(cls, errors: Sequence[Any], num_outside: int = 0) -> "ApiError":
-        """Return the answer to a body that is not valid, from pydantic's list of errors.
+        """Return the answer to an invalid body, from pydantic's list of errors.
 
         It names the first wrong field; for a union, it lists what any of its members would have accepted.
 
@@ -128,13 +128,13 @@ class ClientGoneError(Exception):
 
 
 def path_of(scope: Scope) -> str:
-    """The path as the application routes it: without the prefix of a proxy in front of the server."""
+    """The routed path, without a proxy's prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def errors_of(scope: Scope) -> ErrorEnvelope:
-    """The envelope of the API that a request is meant for."""
+    """The error envelope of a request's API."""
     envelope: ErrorEnvelope = scope["app"].state.errors_of(path_of(scope))
     return envelope
 

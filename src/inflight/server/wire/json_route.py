@@ -1,8 +1,8 @@
 """`JsonRoute` reads bodies as strict JSON: no lone surrogates, no NaN, no infinities, no numbers that overflow.
 
 Python's own parser accepts these, although they cannot be written out again; here they are refused before an endpoint
-sees them. A large body is parsed and checked beside the event loop, and one with very many values not at all, because
-the parser holds the interpreter's lock to its end. `to_json` writes answers.
+sees them. A large body is parsed and checked outside the event loop, and one with too many values is refused, because
+the parser holds the GIL to its end. `to_json` writes answers.
 """
 
 import json
@@ -29,15 +29,15 @@ MAX_VALUES = 2**20
 IGNORED_FIELDS_HEADER = "X-Inflight-Ignored-Fields"
 
 _MARKS = {b",": 1, b":": 2, b"[": 3, b"{": 3}
-"""What the values of a body are counted by, those marks in strings included: numbers in a list cost least to read."""
+"""Characters that bound the number of a body's values, including those in strings."""
 
-_COUNTED_AT_ONCE = 2**20  # bytes; counting holds the interpreter's lock, too
+_COUNTED_AT_ONCE = 2**20  # bytes; counting holds the GIL, too
 
 logger = logging.getLogger("inflight.server")
 
 
 class JsonRoute(APIRoute):
-    """A route whose body is strict JSON. The names of what was ignored or replaced are in a header of the answer."""
+    """A route whose body is strict JSON. A header of the answer names ignored and replaced fields."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
@@ -66,7 +66,7 @@ class _JsonRequest(Request):
         self._model = model
 
     async def json(self) -> Any:
-        """Return the body as a request model, which FastAPI then takes as it is. Raises `ApiError`."""
+        """Parse the body into a request model, which FastAPI then uses. Raises `ApiError`."""
         body = await self.body()
         return await off_loop(len(body), lambda: self._read(body))
 
@@ -92,7 +92,7 @@ def not_json(body: bytes, error: Exception) -> ApiError:
 
 
 def _num_values(body: bytes, start: int) -> int:
-    """Return how many values a part of the body has at most."""
+    """Return an upper bound of the number of values in a part of the body."""
     return sum(times * body.count(mark, start, start + _COUNTED_AT_ONCE) for mark, times in _MARKS.items())
 
 

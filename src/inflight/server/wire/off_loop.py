@@ -1,8 +1,7 @@
-"""`off_loop`: work that grows with the size of a request runs beside the event loop, so that it holds up no other.
+"""`off_loop`: runs work that grows with the size of a request in threads, so that it does not block the event loop.
 
-Decides what is small enough to run at once, and what waits: the smallest goes first. A client that leaves takes its
-waiting work with it. Does not know what the work is, except that no single call in it may keep the interpreter's lock
-for long; Python code gives it up by itself.
+Small work runs at once; other work waits, the smallest first, and is dropped if its client disconnects. No single call
+in it may hold the GIL for long; Python code releases it periodically.
 """
 
 import asyncio
@@ -15,16 +14,16 @@ from queue import PriorityQueue
 from typing import Any, TypeVar
 
 SMALL = 4096
-"""Work on a request of at most this many bytes takes about a millisecond, and is not worth a thread."""
+"""Work on at most this many bytes takes about a millisecond, and runs at once."""
 
 NUM_THREADS = 2
-"""They mostly share one interpreter lock; the second keeps a long piece of work from holding up all others."""
+"""Threads mostly share the GIL; the second keeps long work from blocking all others."""
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Threads that do work beside an event loop; they start with the first of it."""
+    """Worker threads for an event loop, started on first use."""
 
     def __init__(self, num_threads: int = NUM_THREADS) -> None:
         self._num_threads = num_threads
@@ -34,10 +33,10 @@ class Workers:
         self._has_started = False
 
     async def run(self, size: int, work: Callable[[], T]) -> T:
-        """Return what `work` returns, or raise what it raises. If this is cancelled, work that waits never starts.
+        """Run `work` and return its result. If cancelled, waiting work never starts.
 
         Args:
-            size: about how many bytes the work goes through.
+            size: estimated bytes to process.
         """
         if size <= SMALL:
             return work()
@@ -73,4 +72,4 @@ def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
 
 
 off_loop = Workers().run
-"""Runs work beside the event loop of the server; see `Workers.run`."""
+"""Runs work outside the server's event loop; see `Workers.run`."""

@@ -1,8 +1,8 @@
-"""`StrictModel`: the base of all request models. It refuses fields that it cannot honour by name.
+"""`StrictModel`: the base of all request models. It refuses unsupported fields by name.
 
-Decides what happens to fields that this server does not implement: a value that changes nothing is accepted; a field
-without which the answer is as good (hints, the client's own data, what a newer client may send) is ignored, and said to
-be; any other would change the answer silently, and is refused.
+Unsupported fields: a value without effect is accepted; a field that does not affect correctness (hints, the client's
+own data, fields of newer clients) is ignored and reported; any other is refused, because ignoring it would silently
+change the answer.
 """
 
 import difflib
@@ -21,8 +21,7 @@ from inflight.server.wire.api_errors import ApiError
 MAX_IGNORED = 64
 LIKENESS_WORTH_A_HINT = 0.6
 LIKENESS_OF_MISSPELT = 0.85
-"""How similar (`difflib`) an unknown field of a body is to a known one, if it is that one misspelt: no client is newer
-by one letter."""
+"""The least similarity (`difflib`) at which an unknown field counts as a misspelt known one."""
 
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
 
@@ -33,11 +32,11 @@ Many = Annotated[list[T], Field(fail_fast=True)]
 
 @dataclass(slots=True)
 class RequestParsing:
-    """How a request is read.
+    """The state of parsing a request.
 
     Attributes:
-        is_strict: whether what could be ignored or replaced is refused, too.
-        ignored: the names of what was ignored or replaced.
+        is_strict: whether fields that could be ignored or replaced are refused.
+        ignored: the names of ignored and replaced fields.
     """
 
     is_strict: bool = False
@@ -49,8 +48,7 @@ class RequestParsing:
         return ", ".join(name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored)
 
     def ignore(self, name: str) -> None:
-        """Note that a field is ignored. Raises an error of pydantic's if there are too many; the same field
-        of many messages is one."""
+        """Record an ignored field, once per name. Raises a pydantic error if there are too many."""
         if name not in self.ignored:
             self.ignored.append(name)
         if len(self.ignored) > MAX_IGNORED:
@@ -67,17 +65,17 @@ class StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, protected_namespaces=())
 
     NOT_SUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-    """Fields that clients know but this server does not implement, with the values besides null that change nothing."""
+    """Unsupported fields that clients send, with the values besides null that have no effect."""
 
     IGNORED: ClassVar[Set[str]] = frozenset()
-    """Fields that can be ignored, whatever their value is, because no answer would be wrong without them."""
+    """Fields that can be ignored, whatever their value."""
 
     MAY_HAVE_MORE: ClassVar[bool] = False
-    """Whether unknown fields can be ignored, too: in whole bodies, to which newer clients add fields, and in the
-    client's own data."""
+    """Whether unknown fields can be ignored: in whole bodies, to which newer clients add fields, and in the client's
+    own data."""
 
     OF_OTHERS: ClassVar[Set[str]] = frozenset()
-    """Fields of other APIs that would change an answer, and so are refused if they are sent here."""
+    """Fields of other APIs that would change an answer, and so are refused here."""
 
     @model_validator(mode="before")
     @classmethod
@@ -124,8 +122,8 @@ def of_type(what: str, *accepted: str, absent: str | None = None, has_placeholde
     """Refuse objects whose `type` is not one of `accepted`; an object without a type counts as `absent`.
 
     Args:
-        has_placeholder: instead of a part without text, such as a picture, take a text that names it, and say so: a
-            history that has one could not go on otherwise. Strict reading refuses it.
+        has_placeholder: replace a part without text, such as a picture, by a text that names it, and report it, so that
+            a history with one can continue. Strict mode refuses it.
     """
 
     def check(given: Any) -> Any:
@@ -152,7 +150,7 @@ def _placeholder(kind: str, given: Mapping[str, Any]) -> str:
 def leaving_out(
     what: str, *kept: str, only: Collection[str] | None = None, absent: str | None = None
 ) -> BeforeValidator:
-    """Drop the members of a list whose type is not among `kept`, and say so. Strict reading drops nothing.
+    """Drop the members of a list whose type is not in `kept`, and report it. Strict mode drops nothing.
 
     Args:
         only: the types that are dropped; None: all but `kept`.

@@ -1,4 +1,4 @@
-// A canvas that is drawn anew when what it shows or its size changes, sharp on every screen.
+// A canvas that is redrawn when its data or size changes, sharp on every screen.
 import { html, useEffect, useRef } from "./html.js";
 
 export const colours = () => {
@@ -6,7 +6,7 @@ export const colours = () => {
   return (name) => style.getPropertyValue(`--${name}`).trim();
 };
 
-// `draw(context, width, height, colour)`; everything in pixels of the page. With a `version` it is drawn anew only when
+// `draw(context, width, height, colour)`; everything in pixels of the page. With a `version` it is redrawn only when
 // that changes (or its size, or the colours), else each time.
 export function Canvas({ draw, height, label, version, ...rest }) {
   const ref = useRef(null);

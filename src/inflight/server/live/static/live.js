@@ -94,7 +94,7 @@ class Engine {
     }
   }
 
-  // Generated tokens a second, in the last so many seconds.
+  // Generated tokens per second, in the last few seconds.
   tokensPerSecond(seconds) {
     const samples = this.samples, end = samples.at(-1)?.[0] ?? 0;
     let sum = 0, time = 0;
@@ -179,7 +179,7 @@ class Live {
 
 export const live = new Live();
 
-// Draws a component anew whenever something has arrived.
+// Rerenders a component on new data.
 export function useLive() {
   const [, setNum] = useState(0);
   useEffect(() => {

@@ -35,7 +35,7 @@ from benchmarks.peers.models import model_folder, prepare
 from benchmarks.peers.protocol import Settings, family
 from benchmarks.peers.runner import Runner
 from benchmarks.workloads import WORKLOADS
-from inflight.loadtest.prompts import FIRST_TOKEN_ID, WORDS
+from inflight.loadtest.workloads import FIRST_TOKEN_ID, WORDS
 
 WORKLOAD = WORKLOADS["W2-32"]
 TRANSFORMERS = ENVIRONMENTS / "transformers" / "bin"

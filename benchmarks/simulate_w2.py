@@ -24,7 +24,7 @@ from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.recorder import Recorder, Recording, describe_machine, read_recording
 from inflight.observe.run_report import report_of
 from inflight.simulate import SimulatedRequest, fit_cost, simulate
-from inflight.simulate.fitting import load_of, timed_steps
+from inflight.simulate.step_cost import load_of, timed_steps
 
 SLOTS = (8, 32)
 VOCABULARY = 50257

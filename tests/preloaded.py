@@ -30,7 +30,7 @@ PRELOADED = (
     "inflight.engine.process.loop",
     "inflight.engine.ranks.following",
     "inflight.execution.ranks.rank",
-    "inflight.execution.shared_memory",
+    "inflight.execution.mapped_memory",
     "inflight.text.tokenizer_files",
 )
 STANDARD = (0, 1, 2)

@@ -25,10 +25,9 @@ from inflight.simulate import (
     replay,
     simulate,
 )
-from inflight.simulate.fitting import choose_knots, load_of, timed_steps
 from inflight.simulate.simulated_engine import load_of_plan
 from inflight.simulate.simulator import Simulation
-from inflight.simulate.step_cost import StepLoad
+from inflight.simulate.step_cost import StepLoad, choose_knots, load_of, timed_steps
 from tests import others, zoo
 from tests.observe.recordings import NUM_TOKENS, PROMPTS, TIGHT, run_recorded
 

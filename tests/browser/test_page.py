@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM
-from inflight.server.live import what_if
+from inflight.server.live import history
 from tests.browser.conftest import Page, sync_api
 from tests.server.serving import RunningServer
 
@@ -224,7 +224,7 @@ def test_a_request_of_this_page_is_shown_with_its_text(server: RunningServer, op
 def test_the_hour_is_drawn_and_other_settings_are_tried(
     server: RunningServer, opened: Page, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(what_if, "NICENESS", 0)  # other tests keep the cores busy
+    monkeypatch.setattr(history, "NICENESS", 0)  # other tests keep the cores busy
     opened.open(server.url)
     page = opened.page
     for number in range(3):

@@ -15,8 +15,7 @@ from inflight import SamplingParams
 from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.metrics import Loads
 from inflight.server.models.pool import InMemory, ModelPool
-from inflight.server.operations.collectors import MergedCollector
-from inflight.server.operations.metrics import PROCESS, Metrics
+from inflight.server.operations.metrics import PROCESS, MergedCollector, Metrics
 from tests.deploy.promql import Exposed
 from tests.server.operations.serving import client_of
 from tests.server.operations.test_metrics import output_of, scripted, stats_of

@@ -13,7 +13,7 @@ from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.kernels import has_panels, kernels_available
 from inflight.execution.preparation.agreement import relative_error
-from inflight.execution.preparation.router_trial import routers_keep_bits
+from inflight.execution.preparation.packed_proof import routers_keep_bits
 from inflight.execution.weights.caught_matrices import CaughtMatrix
 from inflight.execution.weights.experts import PrepackedExperts
 from inflight.execution.weights.formats import INT8, PLAIN, WeightFormat, find_format

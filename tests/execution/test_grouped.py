@@ -15,11 +15,11 @@ from inflight import LLM, SamplingParams
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError
 from inflight.engine.engine import Engine
-from inflight.execution.grouped import gguf_blocks
 from inflight.execution.grouped import weight as weights
-from inflight.execution.grouped.gguf_blocks import packed_blocks
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
+from inflight.execution.hf import gguf_model
+from inflight.execution.hf.gguf_model import packed_blocks
 from inflight.execution.kernels import has_panels
 from inflight.execution.preparation import prepare as preparation
 from inflight.execution.preparation.prepare import prepare
@@ -93,7 +93,7 @@ def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight
 # ------------------------------------------------------------------------------------------- what they stand for
 
 
-@pytest.mark.parametrize("kind", gguf_blocks.LAYOUTS)
+@pytest.mark.parametrize("kind", gguf_model.LAYOUTS)
 def test_a_type_of_gguf_is_taken_apart_without_loss(kind: str) -> None:
     blocks = random_blocks(kind, 70, 1280)
     expected = torch.from_numpy(gguf.dequantize(blocks.flatten(1).numpy(), gguf.GGMLQuantizationType[kind]).copy())

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inflight.execution import shared_memory
-from inflight.execution.shared_memory import ALIGNMENT, SharedFile, share_through, shared
+from inflight.execution import mapped_memory
+from inflight.execution.mapped_memory import ALIGNMENT, SharedFile, share_through, shared
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="this system has no files in memory")
 
 
 @pytest.fixture
 def file(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    monkeypatch.setattr(shared_memory, "_of_process", None)
+    monkeypatch.setattr(mapped_memory, "_of_process", None)
     file = os.memfd_create("test")
     yield file
     os.close(file)
@@ -64,11 +64,11 @@ def test_without_a_file_and_for_small_or_scattered_weights_nothing_changes(file:
 
 
 def test_a_full_index_leaves_weights_where_they_are(file: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    room = shared_memory.COUNT.size + 2 * shared_memory.ENTRY.size
+    room = mapped_memory.COUNT.size + 2 * mapped_memory.ENTRY.size
     share_through(file)
     for seed in range(2):
         shared(weight(seed, 40_000))
-    monkeypatch.setattr(shared_memory, "INDEX_BYTES", room)
+    monkeypatch.setattr(mapped_memory, "INDEX_BYTES", room)
     given = weight(2, 40_000)
     assert shared(given) is given
     assert shared(weight(1, 40_000)).data_ptr() != 0
@@ -78,16 +78,16 @@ def test_a_process_that_dies_while_it_writes_leaves_the_others_all_that_is_whole
     """The process is killed while it holds the lock, in the middle of writing a piece."""
     script = (
         "import os, signal, sys, torch\n"
-        "from inflight.execution import shared_memory\n"
+        "from inflight.execution import mapped_memory\n"
         "from tests.execution.test_shared_memory import weight\n"
         "file = int(sys.argv[1])\n"
-        "shared_memory.share_through(file)\n"
-        "shared_memory.shared(weight(0, 40_000))\n"
+        "mapped_memory.share_through(file)\n"
+        "mapped_memory.shared(weight(0, 40_000))\n"
         "class Dying:\n"
         "    def pack_into(self, *_): os.kill(os.getpid(), signal.SIGKILL)\n"
-        "    size = shared_memory.ENTRY.size\n"
-        "shared_memory.ENTRY = Dying()\n"
-        "shared_memory.shared(weight(1, 40_000))\n"
+        "    size = mapped_memory.ENTRY.size\n"
+        "mapped_memory.ENTRY = Dying()\n"
+        "mapped_memory.shared(weight(1, 40_000))\n"
     )
     died = subprocess.run([sys.executable, "-c", script, str(file)], pass_fds=(file,))
     assert died.returncode < 0

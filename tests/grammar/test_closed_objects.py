@@ -7,7 +7,7 @@ import jsonschema
 import pytest
 from pydantic import BaseModel
 
-from inflight.grammar.closed_objects import close_objects
+from inflight.grammar.json_schema import close_objects
 from tests.grammar.helpers import TOKENIZERS, matcher, spelled, write
 
 BYTE_LEVEL = TOKENIZERS["byte_level"]

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from inflight.execution.graph.encode import encode
+from inflight.execution.graph.encode import CompiledGraph, encode
 from inflight.execution.graph.fuse import FusedNode, fuse
 from inflight.execution.graph.graph import Graph
 from inflight.execution.graph.program import ValueKind
-from inflight.execution.graph.run import CompiledGraph
 from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.kernels import kernels_available
 from tests.execution.test_threads import torch_threads

@@ -12,8 +12,7 @@ from transformers import AutoModelForCausalLM
 from inflight import LLM, SamplingParams
 from inflight.execution.executors import packed
 from inflight.execution.graph import trace
-from inflight.execution.graph.encode import EncodedProgram
-from inflight.execution.graph.run import CompiledGraph
+from inflight.execution.graph.encode import CompiledGraph, EncodedProgram
 from inflight.execution.kernels import kernels_available
 from tests import zoo
 from tests.execution import this_cpu

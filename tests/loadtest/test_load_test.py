@@ -12,7 +12,7 @@ from aiohttp import web
 from inflight.loadtest.dialect import Dialect, Target, find_dialect
 from inflight.loadtest.load_test import LoadPlan, LoadResult, cpu_seconds, load_test
 from inflight.loadtest.openai_client import OpenAIClient, ServerError
-from inflight.loadtest.sketch import Sketch
+from inflight.loadtest.workloads import Sketch
 from tests.loadtest.fake_server import Behaviour, Exchange, FakeServer, answer_at_once, refuse
 
 COMPLETIONS, CHAT = Target("completions", "m"), Target("chat", "m", 0.5, {"top_k": 3})

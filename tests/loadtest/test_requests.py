@@ -11,9 +11,7 @@ import pytest
 from benchmarks.workloads import WORKLOADS as PUBLISHED
 from inflight.loadtest.files import read_prompts, read_trace
 from inflight.loadtest.load_test import arrival_times
-from inflight.loadtest.prompts import write_prompts
-from inflight.loadtest.sketch import Sketch, random_sketches, repeated
-from inflight.loadtest.workloads import WORKLOADS
+from inflight.loadtest.workloads import WORKLOADS, Sketch, random_sketches, repeated, write_prompts
 from inflight.simulate import Lengths
 
 FIVE = Lengths("fixed", 5)

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.observe.abridging import SMALLEST, abridge, num_that_fit, share_out
+from inflight.observe.step_drawing import SMALLEST, abridge, num_that_fit, share_out
 
 GROUPS = st.lists(st.lists(st.integers(0, 60), min_size=1, max_size=3), min_size=1, max_size=8)
 

@@ -9,8 +9,7 @@ import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.contracts.record import RecordTo, StepRecord
-from inflight.observe.recorder import read_recording
-from inflight.observe.rotating_recorder import RotatingRecorder
+from inflight.observe.recorder import RotatingRecorder, read_recording
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 

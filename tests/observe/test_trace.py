@@ -15,8 +15,7 @@ from inflight.observe.pictures import save_png
 from inflight.observe.recorder import Recording, read_recording
 from inflight.observe.timeline import MARKS
 from inflight.observe.trace import Stretch, chrome_events, stretches, write_chrome_trace
-from inflight.observe.trace_figure import trace_figure
-from inflight.observe.trace_page import page_data, write_page
+from inflight.observe.trace_page import page_data, trace_figure, write_page
 from tests.observe.recordings import run_recorded
 
 EMPTY = StepRecord(0, 0.0, 1.0, (), 0, 0, 0, 0, 0, 0, 0, 8)

@@ -12,7 +12,7 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import FROM_ZERO
-from inflight.execution.preparation import packed_proof, whole_texts
+from inflight.execution.preparation import packed_proof
 from tests.pooling.checkpoints import (
     CLASSIFIERS,
     FAMILIES,
@@ -149,9 +149,9 @@ def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dty
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_wrong_direction_is_refused(family: str) -> None:
-    right = whole_texts.is_causal
+    right = packed_proof.is_causal
     with (
-        mock.patch.object(whole_texts, "is_causal", lambda plain: not right(plain)),
+        mock.patch.object(packed_proof, "is_causal", lambda plain: not right(plain)),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
         TextRunner(make_model(family), EngineConfig(), STATES)
@@ -174,7 +174,7 @@ def test_a_window_that_is_off_by_one_is_refused(family: str, by: int, dtype: tor
 @pytest.mark.parametrize("family", ["roberta", "xlm-roberta"])
 def test_positions_counted_from_zero_are_refused(family: str) -> None:
     with (
-        mock.patch.object(whole_texts, "counting_of", return_value=FROM_ZERO),
+        mock.patch.object(packed_proof, "counting_of", return_value=FROM_ZERO),
         pytest.raises(ModelError, match="does not give the plain model's results"),
     ):
         TextRunner(make_model(family), EngineConfig(), STATES)

@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, InvalidRequestError, ModelError
-from inflight.entrypoints.pooling_texts import AFTER, BEFORE, INSTRUCTION
+from inflight.entrypoints.pooling_requests import AFTER, BEFORE, INSTRUCTION
 from tests.pooling.checkpoints import (
     causal_model,
     classifier,

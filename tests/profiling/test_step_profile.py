@@ -14,8 +14,7 @@ from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceA
 from inflight.execution.kernels import kernels_available
 from inflight.execution.weights.formats import PLAIN
 from inflight.profiling import Machine
-from inflight.profiling.operators import OperatorTimes
-from inflight.profiling.phases import PhaseTimes, timed_calls
+from inflight.profiling.operators import OperatorTimes, PhaseTimes, timed_calls
 from inflight.profiling.step_profile import StepProfile, split_forward, take_apart
 from inflight.profiling.table import profile_table
 from inflight.profiling.work import StepWork, decode_work, has_prepacked_linears

@@ -15,7 +15,7 @@ from ray.serve.schema import ServeDeploySchema
 
 from inflight.contracts.record import EngineStats
 from inflight.scale.autoscaling import POLICY, TARGET_LOAD, replicas_wanted, reported
-from inflight.scale.forwarding import ForwardedRequest
+from inflight.scale.prefix_front import ForwardedRequest
 from inflight.scale.serve import build_app
 from inflight.scale.settings import AppSettings
 from inflight.server.batches.answering import answered

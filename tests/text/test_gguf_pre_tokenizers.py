@@ -10,8 +10,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from inflight.text import Tokenizer
-from inflight.text.gguf_pre_tokenizers import PATTERNS, WHOLE_WORDS
-from inflight.text.tokenizer_files import read_tokenizer
+from inflight.text.tokenizer_files import PATTERNS, WHOLE_WORDS, read_tokenizer
 from tests.gguf.files import write_vocabulary
 
 TEXTS = [

@@ -25,7 +25,7 @@ from inflight.lessons.run import LessonRequest, Run
 from inflight.lessons.scores import Scores
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.pictures import new_figure
-from inflight.observe.timeline_figure import timeline_figure
+from inflight.observe.timeline import timeline_figure
 from inflight.profiling.machine import MachineMeter
 from tools.figures.drawing import DECODE, INK, PADDING, PREFILL, Drawing, steps_of, tidy
 

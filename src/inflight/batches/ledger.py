@@ -16,8 +16,7 @@ import msgspec
 from inflight.batches.batch import UNFINISHED, Batch, LineError, Status
 from inflight.batches.database import Database
 from inflight.batches.files import Files
-from inflight.batches.request_lines import RequestLine, request_of
-from inflight.batches.result_lines import Result, line_of_error
+from inflight.batches.request_lines import RequestLine, Result, line_of_error, request_of
 
 PAGE_LINES, PAGE_BYTES = 256, 2**23
 """Most lines, and approximate bytes, read at once."""

@@ -18,11 +18,10 @@ from typing import Protocol
 import msgspec
 
 from inflight.batches.batch import Batch, LineError, Status
+from inflight.batches.database import GroupCommit
 from inflight.batches.files import Files
-from inflight.batches.group_commit import GroupCommit
 from inflight.batches.ledger import Ledger, Work
-from inflight.batches.request_lines import RequestLine, read_lines
-from inflight.batches.result_lines import Result, result_of_answer
+from inflight.batches.request_lines import RequestLine, Result, read_lines, result_of_answer
 
 LINES_AT_ONCE = 4096
 """Lines read and added to the ledger in one transaction."""

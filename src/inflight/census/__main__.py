@@ -23,7 +23,7 @@ def main() -> None:
     finding, model = examine(arguments.model_type)
     print(finding.to_json(), file=answer, flush=True)
     if arguments.peer and model is not None:
-        from inflight.census.peer import with_peer
+        from inflight.census.examine import with_peer
 
         print(with_peer(model, finding).to_json(), file=answer, flush=True)
     os._exit(0)  # without waiting for threads left by a model or a peer

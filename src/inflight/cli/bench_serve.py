@@ -105,8 +105,7 @@ def _plan(options: dict[str, Any]) -> "LoadPlan":
     from inflight.loadtest.files import read_prompts, read_trace
     from inflight.loadtest.load_test import LoadPlan
     from inflight.loadtest.report import Objectives
-    from inflight.loadtest.sketch import random_sketches, repeated
-    from inflight.loadtest.workloads import WORKLOADS
+    from inflight.loadtest.workloads import WORKLOADS, random_sketches, repeated
     from inflight.simulate import Lengths
 
     _refuse_ignored_options(options)

@@ -54,8 +54,7 @@ def profile(
     from inflight.execution.hf.source import model_source
     from inflight.observe.pictures import check_pictures, save_png
     from inflight.profiling import profile_decode
-    from inflight.profiling.figure import profile_figure
-    from inflight.profiling.table import profile_table
+    from inflight.profiling.table import profile_figure, profile_table
 
     if png is not None:
         check_pictures()

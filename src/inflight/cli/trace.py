@@ -25,8 +25,7 @@ def trace(recording: Path, chrome: Path | None, html: Path | None, png: Path | N
     from inflight.observe.recorder import read_recording
     from inflight.observe.run_report import report_of
     from inflight.observe.trace import write_chrome_trace
-    from inflight.observe.trace_figure import trace_figure
-    from inflight.observe.trace_page import write_page
+    from inflight.observe.trace_page import trace_figure, write_page
 
     if png is not None:
         check_pictures()

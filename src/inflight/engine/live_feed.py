@@ -13,8 +13,7 @@ from inflight.contracts.live import LaneWork, LiveSequence, LiveState
 from inflight.contracts.record import RecordTo, StepRecord
 from inflight.engine.engine import Engine
 from inflight.host.machine import resident_bytes
-from inflight.observe.recorder import observe_with
-from inflight.observe.rotating_recorder import RotatingRecorder
+from inflight.observe.recorder import RotatingRecorder, observe_with
 from inflight.scheduling.sequence import Sequence
 
 SECONDS_TO_ASK_AGAIN = 5.0

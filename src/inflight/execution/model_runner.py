@@ -21,9 +21,9 @@ from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.preparation.describe import cache_layout
-from inflight.execution.preparation.fingerprint import fingerprint
 from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
+from inflight.execution.preparation.result_cache import fingerprint
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.sampling.logprobs import Scorer

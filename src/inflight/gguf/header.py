@@ -15,7 +15,7 @@ from typing import Any
 import xxhash
 
 from inflight.contracts.errors import ModelError
-from inflight.gguf.parts import parts_of
+from inflight.gguf.find import parts_of
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

@@ -1,4 +1,7 @@
-"""Python child processes that communicate through their standard streams."""
+"""Python child processes that communicate through their standard streams.
+
+Framing of messages on a pipe: the payload's length (4 bytes, little-endian), then the payload.
+"""
 
 import os
 import signal
@@ -6,7 +9,23 @@ import subprocess
 import sys
 from collections.abc import Collection
 from contextlib import suppress
-from typing import BinaryIO
+from typing import IO, BinaryIO
+
+LENGTH_BYTES = 4
+
+
+def framed(payload: bytes) -> bytes:
+    """A message as a frame."""
+    return len(payload).to_bytes(LENGTH_BYTES, "little") + payload
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """The next message; None at the end of the stream, even if it comes in the middle of a frame."""
+    header = stream.read(LENGTH_BYTES)
+    length = int.from_bytes(header, "little")
+    payload = stream.read(length)
+    return payload if len(header) == LENGTH_BYTES and len(payload) == length else None
+
 
 IDLE_THREADS_SLEEP = {"GOMP_SPINCOUNT": "10000"}
 """The default environment: torch's own threads, which run other operators than our kernels, stop spinning soon. (If

@@ -14,8 +14,7 @@ from inflight.lessons.methods import Method, warm_up
 from inflight.lessons.run import LessonRequest, Options, Run
 from inflight.lessons.scores import Scores, scores_table
 from inflight.observe import pictures
-from inflight.observe.timeline import Timeline, legend
-from inflight.observe.timeline_figure import timeline_figure
+from inflight.observe.timeline import Timeline, legend, timeline_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

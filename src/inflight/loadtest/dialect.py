@@ -15,8 +15,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from inflight.loadtest.openai_client import Chunk, OpenAIClient, ServerError
-from inflight.loadtest.prompts import write_prompts
-from inflight.loadtest.sketch import Prompt, Sketch
+from inflight.loadtest.workloads import Prompt, Sketch, write_prompts
 
 Endpoint: TypeAlias = Literal["completions", "chat"]
 PATHS: Mapping[Endpoint, str] = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}

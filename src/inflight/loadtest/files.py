@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from inflight.loadtest.sketch import Prompt, Sketch
+from inflight.loadtest.workloads import Prompt, Sketch
 from inflight.simulate import Lengths
 
 CHARACTERS_PER_TOKEN = 4

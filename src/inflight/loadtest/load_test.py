@@ -14,10 +14,9 @@ import numpy as np
 from inflight.loadtest.dialect import VOCAB_SIZES, Dialect, Target, find_dialect
 from inflight.loadtest.openai_client import OpenAIClient
 from inflight.loadtest.processes import run_in_processes
-from inflight.loadtest.prompts import write_prompts
 from inflight.loadtest.report import LoadReport, Objectives, report_of
 from inflight.loadtest.runner import Clock, LoadRequest, RequestRecord, Tally, run_load
-from inflight.loadtest.sketch import Sketch
+from inflight.loadtest.workloads import Sketch, write_prompts
 
 PROC = Path("/proc")
 

@@ -4,8 +4,7 @@ from collections.abc import Callable, Collection
 
 from inflight.contracts.record import StepRecord
 from inflight.execution.attention.compared import ComparedAttention
-from inflight.observe.lanes import Lanes
-from inflight.observe.step_view import StepView, view_span, view_step
+from inflight.observe.step_view import Lanes, StepView, view_span, view_step
 
 
 class StepCapture:

@@ -18,8 +18,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.execution.weights.formats import find_format
 from inflight.profiling.machine import MachineMeter
-from inflight.profiling.operators import OperatorTimes, profile_operators
-from inflight.profiling.phases import PhaseTimes, time_phases
+from inflight.profiling.operators import OperatorTimes, PhaseTimes, profile_operators, time_phases
 from inflight.profiling.step_profile import StepProfile, take_apart
 from inflight.profiling.work import decode_work, has_prepacked_linears
 

@@ -17,8 +17,7 @@ from typing import Any
 from inflight.contracts.model_info import ModelInfo
 from inflight.observe.pictures import write_file
 from inflight.profiling.machine import Machine
-from inflight.profiling.operators import LARGE, OperatorTimes
-from inflight.profiling.phases import PhaseTimes
+from inflight.profiling.operators import LARGE, OperatorTimes, PhaseTimes
 from inflight.profiling.work import StepWork
 
 LEAST = 0.995

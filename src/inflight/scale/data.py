@@ -28,8 +28,8 @@ from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
 from inflight.contracts.config import engine_config
 from inflight.contracts.options import refuse_unknown_options
 from inflight.host.machine import usable_cores
-from inflight.scale.actor_options import threads_of
 from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params_of
+from inflight.scale.settings import threads_of
 
 logger = logging.getLogger(__name__)
 

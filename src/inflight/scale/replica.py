@@ -12,10 +12,9 @@ from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
 from inflight.entrypoints.async_llm import AsyncLLM
-from inflight.scale.actor_options import options_in_actor
 from inflight.scale.autoscaling import reported
-from inflight.scale.forwarding import ForwardedRequest
-from inflight.scale.settings import AppSettings
+from inflight.scale.prefix_front import ForwardedRequest
+from inflight.scale.settings import AppSettings, options_in_actor
 from inflight.server.app import create_app
 from inflight.server.batches.answering import answered
 from inflight.server.operations.settings import KEYS_VARIABLE

@@ -13,7 +13,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt
-from inflight.scale.actor_options import options_in_actor
+from inflight.scale.settings import options_in_actor
 
 PROMPT_COLUMNS = {
     "messages": "a chat",

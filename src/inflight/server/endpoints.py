@@ -14,7 +14,7 @@ from starlette.responses import Response
 from inflight.server.anthropic import endpoint as anthropic
 from inflight.server.batches import batches_endpoint, files_endpoint
 from inflight.server.openai import adapters, chat, completions, tokenization
-from inflight.server.pooling import embeddings, labels, scores
+from inflight.server.pooling import embeddings, scores
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.answer import ResponsesErrors
 from inflight.server.serving import status
@@ -67,7 +67,7 @@ ENDPOINTS = (
     Endpoint("/pooling", embeddings.pooling),
     Endpoint("/v1/rerank", scores.rerank, aliases=("/rerank", "/v2/rerank")),
     Endpoint("/v1/score", scores.score, aliases=("/score",)),
-    Endpoint("/classify", labels.classify),
+    Endpoint("/classify", embeddings.classify),
     Endpoint("/tokenize", tokenization.tokenize),
     Endpoint("/detokenize", tokenization.detokenize),
     Endpoint("/tokenizer_info", tokenization.tokenizer_info, GET),

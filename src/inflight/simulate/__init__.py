@@ -1,11 +1,10 @@
 """Capacity planning: the real scheduler and block pool on a virtual clock. No model, no tensors."""
 
 from inflight.simulate.acceptance import AcceptanceRate
-from inflight.simulate.fitting import WatchedCost, fit_cost
 from inflight.simulate.replicas import simulate_replicas
 from inflight.simulate.requests import Lengths, SimulatedRequest, SyntheticLoad, replay
 from inflight.simulate.simulator import simulate
-from inflight.simulate.step_cost import StepCost
+from inflight.simulate.step_cost import StepCost, WatchedCost, fit_cost
 
 __all__ = [
     "AcceptanceRate",

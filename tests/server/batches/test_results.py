@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from inflight.server.operations.collectors import BatchMetrics
+from inflight.server.operations.metrics import BatchMetrics
 from tests.server.batches.jobs import CHAT, COMPLETION, RESPONSES, begin, content_of, finished, line, read
 from tests.server.serving import HELLO, RunningServer
 

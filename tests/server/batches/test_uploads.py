@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from inflight.batches.files import NewFile
-from inflight.server.batches.upload import receive_form
+from inflight.server.batches.files_endpoint import receive_form
 from inflight.server.wire.api_errors import ApiError
 from tests.coroutines import run
 from tests.server.batches.conftest import MAX_FILE_SIZE
@@ -143,7 +143,7 @@ def test_a_client_that_falls_silent_is_given_up_and_a_slow_disk_is_not(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     head = b'--b\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\n'
-    monkeypatch.setattr("inflight.server.batches.upload.SECONDS_OF_SILENCE", 0.0)  # any disk is slower
+    monkeypatch.setattr("inflight.server.batches.files_endpoint.SECONDS_OF_SILENCE", 0.0)  # any disk is slower
 
     async def receive(*chunks: bytes, then_silent: bool) -> None:
         async def sent() -> AsyncIterator[bytes]:

@@ -12,7 +12,7 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.contracts.record import RecordTo
-from inflight.server.live import what_if
+from inflight.server.live import history
 from inflight.server.live.endpoint import STATIC
 from tests.server.serving import RunningServer
 
@@ -136,7 +136,7 @@ def test_a_request_is_described_without_its_text_unless_texts_are_logged(server:
 def test_other_settings_are_simulated_with_what_was_recorded(
     server: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(what_if, "NICENESS", 0)  # other tests keep the cores busy
+    monkeypatch.setattr(history, "NICENESS", 0)  # other tests keep the cores busy
 
     def simulated(**body: Any) -> httpx2.Response:
         return server.http.post("/live/simulate", json=body)

@@ -6,7 +6,7 @@ from inflight import LLM
 from inflight.contracts.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.host.machine import usable_memory
-from inflight.server.models.memory import (
+from inflight.server.models.loading import (
     BYTES_OF_PROCESS,
     bytes_before_load,
     bytes_when_loaded,

@@ -48,7 +48,7 @@ def main() -> int:
             start_early(asked.config.tensor_parallel_size)
         from inflight.engine.engine import Engine
         from inflight.engine.process.loop import serve
-        from inflight.execution.shared_memory import share_through
+        from inflight.execution.mapped_memory import share_through
         from inflight.text.tokenizer_files import load_tokenizer
 
     def load() -> Engine:

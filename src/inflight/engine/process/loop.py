@@ -85,7 +85,7 @@ def serve(
 def _watched(engine: Engine, watching: Watching, stack: ExitStack) -> Callable[[], None]:
     """Attach observers until the stack ends. Returns a function to call after each step."""
     if watching.record_to is not None:
-        from inflight.observe.rotating_recorder import RotatingRecorder
+        from inflight.observe.recorder import RotatingRecorder
 
         recorder = RotatingRecorder(watching.record_to, engine.config, engine.model_info)
         engine.observer = stack.enter_context(closing(recorder)).observe

@@ -19,7 +19,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.pooling import PooledText
 from inflight.contracts.record import EngineStats, RecordTo
 from inflight.contracts.watching import Watching
-from inflight.engine.frames import framed, read_frame
+from inflight.host.python_process import framed, read_frame
 
 
 class Load(msgspec.Struct, tag=True, frozen=True):

@@ -8,8 +8,7 @@ from typing import IO, TypeAlias
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import StepPlan
-from inflight.engine.frames import framed, read_frame
-from inflight.host.python_process import ending
+from inflight.host.python_process import ending, framed, read_frame
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@
 the kernels, and `Adapters` caches them in memory and assigns them to each step's rows.
 """
 
-from inflight.execution.adapters.adapted_embedding import make_embedding_adaptable
 from inflight.execution.adapters.adapters import Adapters
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint
+from inflight.execution.adapters.layers import make_embedding_adaptable
 
 __all__ = ["AdapterCheckpoint", "Adapters", "make_embedding_adaptable"]

@@ -20,9 +20,8 @@ from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
-from inflight.execution.graph.encode import EncodedProgram
+from inflight.execution.graph.encode import CompiledGraph, EncodedProgram
 from inflight.execution.graph.graph import Graph
-from inflight.execution.graph.run import CompiledGraph
 from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length

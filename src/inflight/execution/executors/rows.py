@@ -4,9 +4,12 @@ For models that compute attention themselves, or have recurrent states. The mode
 a `transformers` cache (`RowCache`), padded on the left, with a mask; and states by slot. All spans of one token run as
 one batch, so that decodes share the reading of weights. First spans of similar length run together, padded on the left;
 any other span runs alone. Dependencies run first: first spans have none, and all others keep their order.
+
+`TokenHistory`: the tokens of each slot's sequence, for executors that rerun sequences.
 """
 
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -16,10 +19,36 @@ from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.errors import ModelError
 from inflight.contracts.plan import Span
 from inflight.execution.executors.interface import Capabilities
-from inflight.execution.executors.token_history import TokenHistory
 from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.hf.row_cache import CacheRows, RowCache, bytes_of, check_layers, indices_of_blocks
-from inflight.execution.ragged_batch import RaggedBatch, cache_indices, to_device
+from inflight.execution.ragged_batch import IntArray, RaggedBatch, cache_indices, to_device
+
+
+class TokenHistory:
+    """The tokens of each slot's sequence so far."""
+
+    def __init__(self) -> None:
+        self._token_ids: dict[int, IntArray] = {}
+
+    def add(self, span: Span) -> None:
+        """Record a span's tokens, overwriting from its first position on."""
+        known = self._token_ids.get(span.slot)
+        if known is None or len(known) < span.end:
+            grown = np.zeros(max(64, 2 * span.end), dtype=np.int64)
+            if known is not None:
+                grown[: len(known)] = known
+            known = self._token_ids[span.slot] = grown
+        known[span.start : span.end] = span.token_ids
+
+    def from_the_beginning(self, span: Span) -> Span:
+        """The span, extended to begin with the sequence's first token."""
+        return replace(span, start=0, token_ids=self._token_ids[span.slot][: span.end].tolist())
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Forget the sequences in these slots."""
+        for slot in slots:
+            self._token_ids.pop(slot, None)
+
 
 MAX_PADDING_RATIO = 1.5
 """Rows that run together may have at most this many positions, padding included, for each token."""

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from inflight.contracts.cache_layout import ALL_TOKENS
 from inflight.contracts.plan import Span
 from inflight.execution.executors.interface import Capabilities
-from inflight.execution.executors.token_history import TokenHistory
+from inflight.execution.executors.rows import TokenHistory
 from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.ragged_batch import RaggedBatch
 

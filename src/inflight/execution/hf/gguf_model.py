@@ -2,6 +2,10 @@
 
 `transformers` maps architecture, configuration and tensors. Its mapping moves float tensors; here it moves row indices
 instead, by which the quantized rows are then gathered.
+
+Supported types of GGUF's quantized tensors, and their layouts in panels.
+
+A row of a tensor is a row of blocks; a block has 32 or 256 neighbouring inputs (`kernels/gguf_blocks.cpp`).
 """
 
 import mmap
@@ -17,12 +21,50 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.grouped.gguf_blocks import LAYOUTS, packed_blocks
+from inflight.execution.grouped.checkpoints.four_bit_floats import BIAS, MIDDLE, TWICE
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
 from inflight.execution.hf.source import first_line
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
 from inflight.gguf.header import BLOCKS, GgufHeader, TensorEntry
+
+LAYOUTS = {
+    "Q4_0": GroupedLayout(4, 32, middle=8),
+    "Q4_1": GroupedLayout(4, 32, has_minima=True),
+    "Q5_0": GroupedLayout(5, 32, middle=16),
+    "Q5_1": GroupedLayout(5, 32, has_minima=True),
+    "Q8_0": GroupedLayout(8, 32, middle=128),
+    "Q3_K": GroupedLayout(6, 256, fine=2, middle=4),  # in six bits, because nothing multiplies with three
+    "Q4_K": GroupedLayout(4, 256, fine=1, has_minima=True),
+    "Q5_K": GroupedLayout(5, 256, fine=1, has_minima=True),
+    "Q6_K": GroupedLayout(6, 256, fine=2, middle=32),
+    "IQ4_NL": GroupedLayout(4, 32, middle=128, code="nonlinear"),
+    "IQ4_XS": GroupedLayout(4, 256, fine=1, middle=128, code="nonlinear"),
+    "MXFP4": GroupedLayout(4, 32, middle=MIDDLE, code="e2m1"),
+}
+HALF_POWERS = (-24, 15)
+"""Exponents of the least and the greatest power of two that is a float16."""
+
+
+def packed_blocks(kind: str, blocks: Sequence[torch.Tensor], rows: torch.Tensor) -> tuple[GroupedLayout, PackedMatrix]:
+    """A matrix `[out, in]` in panels, with its layout.
+
+    Args:
+        kind: of `LAYOUTS`.
+        blocks: `[n, in / block, bytes]` uint8 each.
+        rows: `[tensors, out]` int64, the index of each row of the matrix in each tensor, from 1, or 0.
+
+    Raises:
+        RuntimeError: some scales are not finite.
+    """
+    layout = LAYOUTS[kind]
+    if kind == "MXFP4":
+        lowest, highest = (HALF_POWERS[end] + BIAS + TWICE for end in (0, 1))
+        exponents = [each[..., 0] for each in blocks]
+        if any(bool(((each < lowest) | (each > highest)).any()) for each in exponents):
+            layout = GroupedLayout(4, 32, middle=MIDDLE, has_wide_scales=True, code="e2m1")
+    return layout, PackedMatrix(torch.ops.inflight.pack_blocks(kind, layout.words, blocks, rows))
+
 
 FLOATS = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 BLOCK_SIZES = {name: (elements, num_bytes) for name, elements, num_bytes in BLOCKS.values()}

@@ -12,9 +12,8 @@ from inflight.contracts.errors import ModelError
 from inflight.contracts.options import is_loaded_model
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.gguf_config import read_gguf_config
-from inflight.gguf.find import find_gguf
+from inflight.gguf.find import find_gguf, parts_of
 from inflight.gguf.header import GgufHeader
-from inflight.gguf.parts import parts_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -29,7 +29,6 @@ from inflight.execution.preparation.agreement import (
     relative_error,
 )
 from inflight.execution.preparation.attention_calls import num_embeddings
-from inflight.execution.preparation.limits import depends_on_row, own_limit
 from inflight.execution.preparation.proof import (
     IN_SHORT,
     NUM_PROOF_SLOTS,
@@ -40,7 +39,7 @@ from inflight.execution.preparation.proof import (
     prove,
 )
 from inflight.execution.preparation.proof_result import ProofResult, RunMode
-from inflight.execution.preparation.report import PreparationReport
+from inflight.execution.preparation.report import PreparationReport, depends_on_row, own_limit
 from inflight.execution.weights.experts import prepack_experts, prepack_routers
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import ReleaseWeight, prepack_linears

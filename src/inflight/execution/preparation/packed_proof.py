@@ -16,14 +16,21 @@ between would prevent.
 
 To prepare a model, its weights are prepacked, and it is compared with the reference again. Prepacking cannot be undone,
 so a failure from there on is a `PrepackingError`, and the model is reloaded and runs as rows.
+
+Tests routers in isolation: does each give a row the same bits alone as among others?
+
+A whole model's trial has few single-row steps, which a router whose last bit differs for one row in ten may pass.
+
+Experiments on a body whose texts may run whole; no architecture is special-cased.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import cycle
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -32,12 +39,11 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS
+from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.pooling.states_model import gives_states
-from inflight.execution.preparation import whole_texts
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     LOW_PRECISION,
@@ -51,8 +57,12 @@ from inflight.execution.preparation.agreement import (
     relative_error,
     worst,
 )
-from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, PlainAttention, find_attention_calls
-from inflight.execution.preparation.limits import max_row_len, packed_limit
+from inflight.execution.preparation.attention_calls import (
+    DRY_RUN_LENGTH,
+    PlainAttention,
+    find_attention_calls,
+    num_embeddings,
+)
 from inflight.execution.preparation.proof import (
     IN_A_ROW,
     IN_SHORT,
@@ -65,9 +75,9 @@ from inflight.execution.preparation.proof import (
     batches_of,
     draw_prompts,
     logits_of,
+    plain_logits,
 )
-from inflight.execution.preparation.report import PreparationReport
-from inflight.execution.preparation.router_trial import routers_keep_bits
+from inflight.execution.preparation.report import PreparationReport, max_row_len, packed_limit
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.partition import divide
 from inflight.execution.ranks.rank import Rank
@@ -79,11 +89,77 @@ from inflight.execution.weights.experts import (
     pad_routers,
     prepack_experts,
     prepack_routers,
+    routers_of,
 )
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import ReleaseWeight, prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
+
+
+def counting_of(plain: PlainModel) -> Counting:
+    """Find how a model counts positions. Raises `ModelError` if a packed row cannot reproduce it."""
+    model, prompt, tolerance = plain.model, plain.prompts[0], precision_of(plain.model).logits
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    after_padding = [Counting(padding)] if isinstance(padding, int) else []
+    for counting in (FROM_ZERO, *after_padding):
+        own = np.arange(len(prompt))
+        if counting.padding is not None:
+            own = counting.after_padding(np.array(prompt), np.array([len(prompt)]))
+        (states,) = plain_logits(model, prompt, positions=torch.from_numpy(own))
+        if relative_error(states, plain.logits[0]) <= tolerance:
+            return counting
+    raise ModelError(f"{type(model).__name__} counts positions in a way that a packed row cannot reproduce")
+
+
+def is_causal(plain: PlainModel) -> bool:
+    """Whether the last token of a text changes no states but its own."""
+    prompt = plain.prompts[0]
+    (changed,) = plain_logits(plain.model, (*prompt[:-1], (prompt[-1] + 1) % num_embeddings(plain.model)))
+    return relative_error(changed[:-1], plain.logits[0][:-1]) <= precision_of(plain.model).isolation
+
+
+@torch.inference_mode()
+def routers_keep_bits(model: PreTrainedModel, run: Callable[[], object], min_rows: int) -> bool:
+    """Whether the routers of a prepacked model give each row of a forward pass the same bits alone. Routers with other
+    inputs than hidden states `[…, T, hidden]` are skipped.
+
+    Args:
+        run: runs the forward pass.
+        min_rows: the least rows of a router.
+    """
+    taken: list[tuple[nn.Module, torch.Tensor]] = []
+
+    def take(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if len(args) == 1 and not kwargs and isinstance(args[0], torch.Tensor):
+            taken.append((router, args[0].clone()))
+
+    hooks = [router.register_forward_pre_hook(take, with_kwargs=True) for router in routers_of(model)]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return all(_keeps_bits(router, hidden_states, min_rows) for router, hidden_states in taken)
+
+
+def _keeps_bits(router: nn.Module, hidden_states: torch.Tensor, min_rows: int) -> bool:
+    num_rows, together = hidden_states.shape[-2], _tensors(router(hidden_states))
+    sizes = (*hidden_states.shape[:-2], min_rows, -1)
+    for row in range(num_rows):
+        alone = _tensors(router(hidden_states.narrow(-2, row, 1).expand(sizes).contiguous()))
+        for few, many in zip(alone, together, strict=True):
+            if num_rows in many.shape:
+                dim = many.shape.index(num_rows)
+                if not torch.equal(few.narrow(dim, 0, 1), many.narrow(dim, row, 1)):
+                    return False
+    return True
+
+
+def _tensors(given: Any) -> list[torch.Tensor]:
+    """Those in what a router returns."""
+    return [each for each in (given if isinstance(given, tuple) else (given,)) if isinstance(each, torch.Tensor)]
+
 
 INVARIANCE_LENGTHS = (24, 9)
 ALONE: Sequence[Step] = (((0, 0, 24),),)
@@ -250,8 +326,8 @@ class PackedProof:
             self.plain = PlainModel.run(model, workload, together=workload is IN_SHORT)
         self.counting = FROM_ZERO
         if gives_states(model):
-            self.counting = whole_texts.counting_of(self.plain)
-            if not whole_texts.is_causal(self.plain):
+            self.counting = counting_of(self.plain)
+            if not is_causal(self.plain):
                 self.specs = tuple(replace(spec, is_causal=False) for spec in self.specs)
                 self.plain = replace(self.plain, workload=workload.in_whole_prompts())
         use_attention(model, "inflight")

@@ -32,11 +32,10 @@ from inflight.execution.pooling.text_pooler import TextPooler
 from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe
-from inflight.execution.preparation.fingerprint import digest_of_weights
 from inflight.execution.preparation.graph_proof import digest_of_step, prove_graph
 from inflight.execution.preparation.kept_program import linked, unlinked
 from inflight.execution.preparation.proof_result import preparation_key
-from inflight.execution.preparation.result_cache import ResultCache
+from inflight.execution.preparation.result_cache import ResultCache, digest_of_weights
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.threads import torch_alone
 from inflight.execution.weights.formats import find_format

@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.weight import watch_expansions
-from inflight.execution.ranks.layers import GatheredLinear, SummedEmbedding, SummedLinear, SummedOutputs
-from inflight.execution.ranks.rank import Rank
+from inflight.execution.ranks.rank import GatheredLinear, Rank, SummedEmbedding, SummedLinear, SummedOutputs
 
 BY_OUTPUTS = {"colwise": 1, "colwise_rep": 1, "colwise_gather_output": 1, "packed_colwise": 2, "embedding_rowwise": 1}
 """Number of matrices in one parameter."""

@@ -12,7 +12,7 @@ import torch
 
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import kernels_available
-from inflight.execution.shared_memory import shared
+from inflight.execution.mapped_memory import shared
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import StoredRows
 

@@ -14,7 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.kernels import kernels_available
-from inflight.execution.ranks.layers import behind
+from inflight.execution.ranks.rank import behind
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched

@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from inflight.execution.kernels import PANEL_OUTPUTS, delete_with
-from inflight.execution.mapped_memory import new_weight
-from inflight.execution.shared_memory import shared
+from inflight.execution.mapped_memory import new_weight, shared
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, StoredRows, WeightLayout
 
 PANEL_INPUTS = {torch.float32: 1, torch.bfloat16: 2, torch.int8: 4}

@@ -14,8 +14,8 @@ from starlette.types import Scope
 
 from inflight import __version__
 from inflight.server.endpoints import LIVE_PATHS, PAGE_FILES, PAGE_PATHS
+from inflight.server.live.history import simulate_recording
 from inflight.server.live.view import LiveView
-from inflight.server.live.what_if import simulate_recording
 from inflight.server.serving.service import service_of
 from inflight.server.serving.streams import Client, EventStream, Write
 from inflight.server.wire.api_errors import ApiError

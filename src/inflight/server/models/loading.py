@@ -1,28 +1,84 @@
 """`ServedModel`: a loaded model with its applications. `ModelLoad` loads and unloads it.
 
 State that outlives a load is kept here: facts about the model, and its crash count.
+
+How much memory a model takes: an estimate before it is loaded, a measurement after.
+
+An engine's memory is weights, KV cache and a constant (docs/guides/memory.md). A cache counts at its limit. A draft
+model does not count.
 """
 
 import asyncio
 import gc
+import os
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
+from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.record import EngineStats
 from inflight.entrypoints.async_llm import AsyncLLM
+from inflight.gguf.find import parts_of
+from inflight.host.machine import usable_memory
 from inflight.server.app import background_app, create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView
-from inflight.server.models.memory import bytes_when_loaded
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import Observers
 from inflight.server.serving.service import Service
 from inflight.server.serving.settings import ServerSettings
+
+PEAK_OF_LOADING = 1.6
+"""The peak during a load, as a multiple of the weights."""
+
+BYTES_OF_PROCESS = 2**29
+"""Torch, Python and kernels."""
+
+WEIGHTS = ("*.safetensors", "*.gguf", "*.bin", "*.pt")
+"""File patterns of weights in a folder; the first match counts."""
+
+
+def cache_limit(config: EngineConfig, num_engines: int) -> int | None:
+    """The memory of one engine's cache in bytes. Unless an option sets it, engines that may run at once share what a
+    single one would take. None: it is given in blocks, whose size only the engine knows."""
+    if config.kv_cache.memory is not None or config.kv_cache.num_blocks is not None:
+        return config.kv_cache.memory
+    return int(usable_memory() * CACHE_SHARE_OF_HOST / num_engines)
+
+
+def bytes_before_load(model: str | os.PathLike[str], cache_bytes: int, num_engines: int = 1) -> int:
+    """Estimate a model's peak memory during its load, and afterwards.
+
+    Args:
+        cache_bytes: the limit of one engine's cache.
+    """
+    return int(PEAK_OF_LOADING * weight_bytes(model)) + num_engines * (cache_bytes + BYTES_OF_PROCESS)
+
+
+def bytes_when_loaded(info: ModelInfo, num_engines: int = 1) -> int:
+    """The most memory of a loaded model."""
+    num_blocks = info.num_blocks // max(1, len(info.cache_groups))
+    cache_bytes = num_blocks * info.block_size * info.kv_bytes_per_token
+    return sum(each.num_bytes for each in info.weights) + num_engines * (cache_bytes + BYTES_OF_PROCESS)
+
+
+def weight_bytes(model: str | os.PathLike[str]) -> int:
+    """The size of a model's weights in its folder or file; 0 if it is elsewhere."""
+    path = Path(os.path.expanduser(model))
+    if path.is_file():
+        parts = [path.with_name(name) for name in parts_of(path.name)]
+        return sum(part.stat().st_size for part in parts if part.is_file())
+    if not path.is_dir():
+        return 0
+    for pattern in WEIGHTS:
+        if files := list(path.glob(pattern)):
+            return sum(file.stat().st_size for file in files)
+    return 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,14 @@ from inflight.batches.batch import Batch
 from inflight.server.models.load_scheduler import State
 from inflight.server.models.loading import ModelLoad, ServedModel
 from inflight.server.models.pool import ModelLoader, ModelPool
-from inflight.server.operations.collectors import BatchMetrics, MergedCollector
-from inflight.server.operations.metrics import PROCESS, Metrics, http_requests, request_labels
+from inflight.server.operations.metrics import (
+    PROCESS,
+    BatchMetrics,
+    MergedCollector,
+    Metrics,
+    http_requests,
+    request_labels,
+)
 from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import RequestObserver
 

@@ -15,8 +15,7 @@ from inflight.host.machine import free_memory
 from inflight.server.models.app import create_models_app
 from inflight.server.models.live_page import add_live_pages
 from inflight.server.models.load_scheduler import LoadScheduler
-from inflight.server.models.loading import LivePage, ModelLoad
-from inflight.server.models.memory import bytes_before_load, cache_limit
+from inflight.server.models.loading import LivePage, ModelLoad, bytes_before_load, cache_limit
 from inflight.server.models.metrics import PoolMetrics
 from inflight.server.models.pool import ModelPool
 from inflight.server.models.settings import PoolSettings

@@ -2,17 +2,19 @@
 
 Engines' counters (`engine_metrics`) are read at each scrape; the server's own (latencies, ends of requests, answers)
 are counted in `started`, `produced` and `finished`, which run for every step of every request and so must be cheap.
+
+Small collectors of metrics: adapters, in vLLM's format for gateways; batch jobs; several collectors as one.
 """
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
-from prometheus_client.metrics_core import Metric
+from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,11 +24,92 @@ from inflight.batches.batch import Batch
 from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 from inflight.server.endpoints import OPERATOR_PATHS
-from inflight.server.operations.collectors import AdapterMetrics, BatchMetrics, MergedCollector
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
 from inflight.server.operations.middleware import Middleware, run_watched
 from inflight.server.serving.observer import EndReason, RequestObserver
 from inflight.server.wire.api_errors import path_of
+
+
+class MergedCollector(Collector):
+    """Merges collectors, joining metrics of the same name."""
+
+    def __init__(self, collectors: Iterable[Collector]) -> None:
+        self._collectors = list(collectors)
+
+    def collect(self) -> Iterator[Metric]:
+        of_name: dict[str, Metric] = {}
+        for collector in self._collectors:
+            for metric in collector.collect():
+                of_name.setdefault(metric.name, _empty(metric)).samples += metric.samples
+        yield from of_name.values()
+
+
+def _empty(metric: Metric) -> Metric:
+    """A metric of the same name, kind and description."""
+    return Metric(metric.name, metric.documentation, metric.type, metric.unit)
+
+
+class AdapterMetrics(Collector):
+    """One gauge: names in its labels, separated by commas; its value is the time, by which the newest is found.
+
+    Args:
+        most: how many adapters can run at once.
+        in_use: the adapter of each request that has one, and whether it runs or waits.
+        model_name: of the model, where there are several; None: there is no such label, as vLLM has none.
+    """
+
+    def __init__(
+        self, most: int, in_use: Callable[[], Iterable[tuple[str, bool]]], model_name: str | None = None
+    ) -> None:
+        self._most, self._in_use, self._model_name = most, in_use, model_name
+
+    def collect(self) -> Iterator[Metric]:
+        in_use = sorted(set(self._in_use()))
+        running, waiting = (",".join(name for name, runs in in_use if runs is wanted) for wanted in (True, False))
+        labels = {"max_lora": str(self._most), "running_lora_adapters": running, "waiting_lora_adapters": waiting}
+        if self._model_name is not None:
+            labels["model_name"] = self._model_name
+        family = GaugeMetricFamily("vllm:lora_requests_info", "Adapters that requests have.", labels=list(labels))
+        family.add_metric(list(labels.values()), time.time())
+        yield family
+
+
+class BatchMetrics:
+    """Counts the requests of batch jobs as they are answered: those of this process, not of those before it.
+
+    Args:
+        model_name: the metrics' `model_name` label.
+        registry: which they are in.
+    """
+
+    def __init__(self, model_name: str, registry: CollectorRegistry) -> None:
+        answered = Counter(
+            "inflight:batch_requests",
+            "Answered requests of batch jobs, by outcome: completed or failed.",
+            ["model_name", "outcome"],
+            registry=registry,
+        )
+        self._completed, self._failed = (answered.labels(model_name, each) for each in ("completed", "failed"))
+        left = Gauge(
+            "inflight:batch_requests_left",
+            "Requests of batch jobs in work that are not answered.",
+            ["model_name"],
+            registry=registry,
+        )
+        self._left = left.labels(model_name)
+        self._seen: dict[str, Batch] = {}  # jobs in work
+
+    def update(self, batch: Batch) -> None:
+        """A job has changed."""
+        before = self._seen.pop(batch.id, batch)
+        if not batch.is_finished:
+            self._seen[batch.id] = batch
+        if batch.status == "in_progress":  # requests cancelled at its end were not answered
+            self._completed.inc(batch.num_completed - before.num_completed)
+            self._failed.inc(batch.num_failed - before.num_failed)
+        in_work = (each for each in self._seen.values() if each.status == "in_progress")
+        self._left.set(sum(each.num_lines - each.num_completed - each.num_failed for each in in_work))
+
 
 SECONDS_FOR_ENGINE = 1.0
 """Seconds that a scrape waits for the engine, which answers between two steps."""

@@ -14,7 +14,7 @@ from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBl
 from inflight.server.serving.chat import ChatAnswer, Events, answer_chat
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError, ErrorEnvelope
-from inflight.server.wire.json_route import to_json
+from inflight.server.wire.json_route import json_response, to_json
 from inflight.server.wire.off_loop import off_loop
 
 SIGNATURE = "unsigned"
@@ -34,7 +34,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     size = len(await request.body())
     chat, thinking = body.for_template(service.settings), body.wanted_thinking
     written = await off_loop(size, lambda: service.written(chat, info, "messages", thinking))
-    return Response(to_json({"input_tokens": len(written.token_ids)}), media_type="application/json")
+    return json_response({"input_tokens": len(written.token_ids)})
 
 
 _TYPES: Mapping[int, str] = {

@@ -19,7 +19,7 @@ from inflight.server.live.view import LiveView
 from inflight.server.serving.service import service_of
 from inflight.server.serving.streams import Client, EventStream, Write
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import JsonRoute, to_json
+from inflight.server.wire.json_route import JsonRoute, json_response
 from inflight.server.wire.strict_model import StrictModel
 
 STATIC = Path(__file__).parent / "static"
@@ -95,7 +95,7 @@ async def about(request: Request) -> Response:
     service, view = service_of(request), _view(request)
     info, config = await service.model_info(), service.llm.config
     tokenizer = service.llm.tokenizer
-    return _json(
+    return json_response(
         {
             "version": __version__,
             "model": service.settings.model_name,
@@ -112,7 +112,7 @@ async def about(request: Request) -> Response:
 @router.get("/history")
 async def history(request: Request) -> Response:
     """The last hour, in pieces of ten seconds."""
-    return _json(_view(request).history.as_dict())
+    return json_response(_view(request).history.as_dict())
 
 
 @router.get("/requests/{request_id}")
@@ -121,7 +121,7 @@ async def running_request(request_id: str, request: Request) -> Response:
     running = service_of(request).running.get(request_id)
     if running is None:
         raise ApiError(404, "no request with this id is running", code="not_running")
-    return _json(_view(request).described(request_id, running))
+    return json_response(_view(request).described(request_id, running))
 
 
 class WhatIf(StrictModel):
@@ -162,8 +162,4 @@ async def simulate(body: WhatIf, request: Request) -> Response:
     async with view.simulating:
         own = await simulate_recording(recording, [])
         changed = await simulate_recording(recording, options) if (options := body.options()) else own
-    return _json({"as_set": own, "changed": changed})
-
-
-def _json(answer: object) -> Response:
-    return Response(to_json(answer), media_type="application/json")
+    return json_response({"as_set": own, "changed": changed})

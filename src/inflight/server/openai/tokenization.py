@@ -10,7 +10,7 @@ from inflight.contracts.model_info import ModelInfo
 from inflight.server.openai.chat_request import MAX_MESSAGES, Message, TemplateFields
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import to_json
+from inflight.server.wire.json_route import json_response
 from inflight.server.wire.off_loop import off_loop
 from inflight.server.wire.strict_model import Many, StrictModel
 
@@ -61,7 +61,7 @@ def _tokenized(body: TokenizeRequest, service: Service, info: ModelInfo) -> Resp
     token_ids = _token_ids(body, service, info)
     names = service.tokenizer.inner.convert_ids_to_tokens(token_ids) if body.return_token_strs else None
     answer = {"count": len(token_ids), "max_model_len": info.max_model_len, "tokens": token_ids, "token_strs": names}
-    return Response(to_json(answer), media_type="application/json")
+    return json_response(answer)
 
 
 def _token_ids(body: TokenizeRequest, service: Service, info: ModelInfo) -> list[int]:
@@ -98,7 +98,7 @@ def _text(body: DetokenizeRequest, service: Service, info: ModelInfo) -> Respons
             message = f"tokens contains {token_id}; the model's vocabulary has the ids from 0 to {info.vocab_size - 1}"
             raise ApiError(400, message, param="tokens")
     text = service.tokenizer.decode(body.tokens, skip_special_tokens=False)
-    return Response(to_json({"prompt": text}), media_type="application/json")
+    return json_response({"prompt": text})
 
 
 async def tokenizer_info(request: Request) -> Response:
@@ -110,4 +110,4 @@ async def tokenizer_info(request: Request) -> Response:
         "chat_template": inner.chat_template,
         **inner.special_tokens_map,
     }
-    return Response(to_json(answer), media_type="application/json")
+    return json_response(answer)

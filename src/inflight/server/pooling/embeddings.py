@@ -14,82 +14,37 @@ from starlette.responses import Response
 from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput
 from inflight.contracts.pooling import Values
 from inflight.entrypoints.async_llm import AsyncLLM
-from inflight.server.pooling.running import Texts, TruncatePromptTokens, as_list, head, pooled, usage_of
+from inflight.server.pooling.running import PoolingBody, Texts, answer_of, as_list, pooled, usage_of
 from inflight.server.serving.service import service_of
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.json_route import to_json
+from inflight.server.wire.json_route import json_response
 from inflight.server.wire.off_loop import off_loop
-from inflight.server.wire.strict_model import StrictModel
-
-
-class ClassifyRequest(StrictModel):
-    """The body of a request.
-
-    Attributes:
-        input: a text, token ids, or a list of either.
-        truncate_prompt_tokens: the most tokens of a text, beyond which it is cut (-1: the model's limit); null: a
-            longer one is refused.
-    """
-
-    IGNORED: ClassVar = {"user", "priority", "request_id"}
-    NOT_SUPPORTED: ClassVar = {"activation": (True,), "use_activation": (True,), "messages": ()}
-    MAY_HAVE_MORE = True
-    OF_OTHERS: ClassVar = {"prompt", "stream", "max_tokens", "documents", "query", "text_1", "text_2", "dimensions"}
-
-    model: str | None = None
-    input: Texts
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
-
-
-async def classify(body: ClassifyRequest, request: Request) -> Response:
-    """The probabilities of a classifier's labels."""
-    texts = as_list(body.input)
-    outputs = await pooled(
-        request,
-        body.model,
-        texts,
-        "input",
-        lambda llm: llm.classify(texts, truncate_prompt_tokens=body.truncate_prompt_tokens),
-    )
-    data = [
-        {"index": index, "label": output.label, "probs": list(output.probs), "num_classes": len(output.probs)}
-        for index, output in enumerate(outputs)
-    ]
-    answer = {**head(request, "classify"), "data": data, "usage": usage_of(outputs)}
-    return Response(to_json(answer), media_type="application/json")
-
 
 BYTES_OF_NUMBER = 20
 """Approximate bytes of a number in JSON."""
 
 
-class EmbeddingRequest(StrictModel):
+class EmbeddingRequest(PoolingBody):
     """The body of a request.
 
     Attributes:
         input: a text, token ids, or a list of either.
         encoding_format: "base64" is that of 32-bit floats, the lowest byte first.
         dimensions: keep only this many first numbers of a vector; null: all.
-        truncate_prompt_tokens: the most tokens of a text, beyond which it is cut (-1: the model's limit); null: a
-            longer one is refused.
         prompt_name: of the model's own prompts, which texts then begin with; null: its default one, if it has one.
     """
 
-    IGNORED: ClassVar = {"user", "priority", "request_id"}
     NOT_SUPPORTED: ClassVar = {
         "add_special_tokens": (True,),
         "normalize": (True,),
         "messages": (),
         "embed_dtype": ("float32",),
     }
-    MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = {*("prompt", "stream", "max_tokens", "documents", "query", "text_1", "text_2", "task")}
 
-    model: str | None = None
     input: Texts
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
     prompt_name: str | None = None
 
 
@@ -104,7 +59,7 @@ async def embeddings(body: EmbeddingRequest, request: Request) -> Response:
         ]
         name = service_of(request).settings.model_name
         content = {"object": "list", "data": data, "model": name, "usage": usage_of(outputs)}
-        return Response(to_json(content), media_type="application/json")
+        return json_response(content)
 
     return await off_loop(_size(outputs), answer)
 
@@ -121,8 +76,7 @@ async def pooling(body: EmbeddingRequest, request: Request) -> Response:
     def answer() -> Response:
         values = [each.embedding if isinstance(each, EmbeddingOutput) else each.probs for each in outputs]
         data = [{"index": index, "object": "pooling", "data": _written(own, body)} for index, own in enumerate(values)]
-        content = {**head(request, "pool"), "data": data, "usage": usage_of(outputs)}
-        return Response(to_json(content), media_type="application/json")
+        return answer_of(request, "pool", data, outputs)
 
     return await off_loop(_size(outputs), answer)
 
@@ -163,3 +117,33 @@ def _size(outputs: Sequence[EmbeddingOutput | ClassificationOutput]) -> int:
     """The approximate bytes of the answer."""
     each = len(outputs[0].embedding if isinstance(outputs[0], EmbeddingOutput) else outputs[0].probs)
     return len(outputs) * each * BYTES_OF_NUMBER
+
+
+class ClassifyRequest(PoolingBody):
+    """The body of a request.
+
+    Attributes:
+        input: a text, token ids, or a list of either.
+    """
+
+    NOT_SUPPORTED: ClassVar = {"activation": (True,), "use_activation": (True,), "messages": ()}
+    OF_OTHERS: ClassVar = {"prompt", "stream", "max_tokens", "documents", "query", "text_1", "text_2", "dimensions"}
+
+    input: Texts
+
+
+async def classify(body: ClassifyRequest, request: Request) -> Response:
+    """The probabilities of a classifier's labels."""
+    texts = as_list(body.input)
+    outputs = await pooled(
+        request,
+        body.model,
+        texts,
+        "input",
+        lambda llm: llm.classify(texts, truncate_prompt_tokens=body.truncate_prompt_tokens),
+    )
+    data = [
+        {"index": index, "label": output.label, "probs": list(output.probs), "num_classes": len(output.probs)}
+        for index, output in enumerate(outputs)
+    ]
+    return answer_of(request, "classify", data, outputs)

@@ -4,10 +4,11 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from fastapi import Request
 from pydantic import Field
+from starlette.responses import Response
 
 from inflight.contracts.errors import EngineDeadError, InvalidRequestError, QueueFullError
 from inflight.contracts.params import SamplingParams
@@ -16,7 +17,8 @@ from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import service_of
 from inflight.server.serving.streams import attended
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import Many
+from inflight.server.wire.json_route import json_response
+from inflight.server.wire.strict_model import Many, StrictModel
 
 Output = TypeVar("Output")
 
@@ -25,10 +27,23 @@ MAX_TEXTS = 2048
 AS_ONE = SamplingParams(max_tokens=None)
 """The sampling parameters reported to observers of pooling requests."""
 
-TruncatePromptTokens = Annotated[int, Field(ge=-1)]
-"""The most tokens of a text, beyond which it is cut; -1: as many as the model allows."""
 Texts = str | Many[int] | Many[str] | Many[Many[int]]
 """A text, token ids, or a list of either."""
+
+
+class PoolingBody(StrictModel):
+    """What the bodies of all these requests have.
+
+    Attributes:
+        truncate_prompt_tokens: the most tokens of a text, or of a pair, beyond which it is cut (-1: the model's limit);
+            null: a longer one is refused.
+    """
+
+    IGNORED: ClassVar = {"user", "priority", "request_id"}
+    MAY_HAVE_MORE = True
+
+    model: str | None = None
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
 
 
 def as_list(texts: Any) -> list[Any]:
@@ -97,6 +112,11 @@ def head(request: Request, kind: str) -> dict[str, Any]:
     """The leading fields of vLLM's answers."""
     name = service_of(request).settings.model_name
     return {"id": f"{kind}-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": name}
+
+
+def answer_of(request: Request, kind: str, data: list[dict[str, Any]], outputs: Sequence[Any]) -> Response:
+    """An answer as vLLM's are."""
+    return json_response({**head(request, kind), "data": data, "usage": usage_of(outputs)})
 
 
 def usage_of(outputs: Sequence[Any]) -> dict[str, int]:

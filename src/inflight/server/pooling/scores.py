@@ -7,9 +7,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from inflight.contracts.outputs import ScoreOutput
-from inflight.server.pooling.running import TruncatePromptTokens, head, pooled, usage_of
+from inflight.server.pooling.running import PoolingBody, answer_of, head, pooled, usage_of
 from inflight.server.serving.service import service_of
-from inflight.server.wire.json_route import to_json
+from inflight.server.wire.json_route import json_response
 from inflight.server.wire.strict_model import Many, StrictModel
 
 OF_OTHERS = {"prompt", "stream", "max_tokens", "input", "dimensions", "encoding_format", "task"}
@@ -21,7 +21,7 @@ class Document(StrictModel):
     text: str
 
 
-class RerankRequest(StrictModel):
+class RerankRequest(PoolingBody):
     """The body of a request.
 
     Attributes:
@@ -33,36 +33,28 @@ class RerankRequest(StrictModel):
         instruction: the reranking task, for models that support it.
     """
 
-    IGNORED: ClassVar = {"user", "priority", "request_id"}
     NOT_SUPPORTED: ClassVar = {"max_tokens_per_doc": (), "rank_fields": ([], ["text"]), "max_chunks_per_doc": (1,)}
-    MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = {*OF_OTHERS, "text_1", "text_2"}
 
-    model: str | None = None
     query: str
     documents: Many[str | Document]
     top_n: Annotated[int, Field(ge=1)] | None = None
     return_documents: bool | None = None
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
     instruction: str | None = None
 
 
-class ScoreRequest(StrictModel):
+class ScoreRequest(PoolingBody):
     """The body of a request.
 
     Attributes:
         text_1, text_2: texts: one of the first with each of the second, or each with its counterpart.
-        truncate_prompt_tokens, instruction: as in `RerankRequest`.
+        instruction: as in `RerankRequest`.
     """
 
-    IGNORED: ClassVar = {"user", "priority", "request_id"}
-    MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = {*OF_OTHERS, "query", "documents"}
 
-    model: str | None = None
     text_1: str | Many[str]
     text_2: str | Many[str]
-    truncate_prompt_tokens: TruncatePromptTokens | None = None
     instruction: str | None = None
 
 
@@ -92,7 +84,7 @@ async def rerank(body: RerankRequest, request: Request) -> Response:
         "usage": usage,
         "meta": {"api_version": {"version": "2"}, "tokens": tokens},
     }
-    return Response(to_json(answer), media_type="application/json")
+    return json_response(answer)
 
 
 async def score(body: ScoreRequest, request: Request) -> Response:
@@ -108,8 +100,7 @@ async def score(body: ScoreRequest, request: Request) -> Response:
         ),
     )
     data = [{"index": index, "object": "score", "score": output.score} for index, output in enumerate(outputs)]
-    answer = {**head(request, "score"), "data": data, "usage": usage_of(outputs)}
-    return Response(to_json(answer), media_type="application/json")
+    return answer_of(request, "score", data, outputs)
 
 
 def _result(index: int, output: ScoreOutput, text: str | None) -> dict[str, Any]:

@@ -23,6 +23,12 @@ from inflight.server.wire.strict_model import READING, RequestParsing
 
 to_json = msgspec.json.encode
 
+
+def json_response(content: Any) -> Response:
+    """An answer in JSON."""
+    return Response(to_json(content), media_type="application/json")
+
+
 MAX_VALUES = 2**20
 """Most values of a body, as `_MARKS` count them. Reading that many takes a tenth of a second."""
 

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedModel
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.params import SamplingParams
 from inflight.engine.engine import Engine
-from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.step_feedback import PrefillLimit
 
 NUM_DECODES, NUM_PROMPT_TOKENS, NUM_WARM_UP_STEPS, NUM_QUIET_STEPS = 8, 4000, 20, 60
 

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis.internal.conjecture import providers
 
 from inflight.engine.process import connection
-from inflight.engine.ranks import local_ranks
+from inflight.engine.ranks import group
 from inflight.execution.kernels import kernels_available
 from inflight.grammar import compiler
 from inflight.host import python_process
@@ -77,5 +77,5 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def fresh_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Start real Python processes as for users: they import everything, and are children of the process that starts
     them."""
-    for module in (connection, local_ranks):
+    for module in (connection, group):
         monkeypatch.setattr(module, "started", python_process.started)

@@ -22,7 +22,7 @@ from importlib import import_module
 from typing import Any, BinaryIO
 
 from inflight.engine.process import connection
-from inflight.engine.ranks import local_ranks
+from inflight.engine.ranks import group
 from inflight.host import python_process
 
 PRELOADED = (
@@ -96,7 +96,7 @@ def stand_in(address: str, begin: Callable[[], object] = lambda: None) -> None:
         os.close(own_out)
         return Forked(control, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"))
 
-    connection.started = local_ranks.started = started  # type: ignore[assignment]
+    connection.started = group.started = started  # type: ignore[assignment]
 
 
 def serve_preloaded() -> None:

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, InvalidRequestError, SamplingParams
-from inflight.execution.hf.watched_weights import WatchedWeights
+from inflight.execution.hf.load import WatchedWeights
 from tests import zoo
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

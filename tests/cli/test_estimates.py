@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from inflight.cli import words
+from inflight.cli import structure
 from inflight.contracts.record import StepRecord
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine, EngineConfig
@@ -30,7 +30,7 @@ from tests.command import Command
     ],
 )
 def test_only_what_is_long_is_said(seconds: float, said: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words.say_if_long(seconds, "reading: ")
+    structure.say_if_long(seconds, "reading: ")
     assert capsys.readouterr() == ("", said)
 
 
@@ -102,6 +102,6 @@ def test_show_tells_how_long_its_steps_take(command: Command, monkeypatch: pytes
 
 
 def test_commands_pass_on_what_they_are_told(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(words, "LONG", 0.0)
+    monkeypatch.setattr(structure, "LONG", 0.0)
     done = command("profile", "--num-seqs", 1, "--context", 20, "--steps", 1)
     assert re.fullmatch(r"inflight: about \d+ s\n", done.stderr)

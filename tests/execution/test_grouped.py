@@ -26,8 +26,8 @@ from inflight.execution.preparation.prepare import prepare
 from inflight.execution.weights.formats import PLAIN, find_format
 from inflight.execution.weights.grouped_linear import ExactGroupedLinear, GroupedLinear, supports_int8_activations
 from inflight.execution.weights.int8_linear import int8_layer
+from inflight.execution.weights.prepacked_linear import PrepackedEmbedding
 from inflight.execution.weights.rounded_model import round_weights
-from inflight.execution.weights.tied_embedding import PrepackedEmbedding
 from tests import zoo
 from tests.execution import this_cpu
 from tests.gguf.files import random_blocks, tiny

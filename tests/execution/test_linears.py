@@ -26,8 +26,7 @@ from inflight.execution.weights.linear_calls import LinearCalls, is_linear, watc
 from inflight.execution.weights.linears import prepack_linears
 from inflight.execution.weights.onednn import OneDnnLinear
 from inflight.execution.weights.panels import PanelLinear
-from inflight.execution.weights.prepacked_linear import PrepackedLinear, WeightLayout
-from inflight.execution.weights.tied_embedding import PrepackedEmbedding
+from inflight.execution.weights.prepacked_linear import PrepackedEmbedding, PrepackedLinear, WeightLayout
 from tests import zoo
 from tests.execution import this_cpu
 

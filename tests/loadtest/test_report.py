@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from inflight.loadtest.figure import load_figure
-from inflight.loadtest.report import Distribution, Objectives, report_of
+from inflight.loadtest.report import Distribution, Objectives, load_figure, report_of
 from inflight.loadtest.runner import RequestRecord
 from inflight.observe.pictures import save_png
 

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from inflight.observe.pictures import new_figure, save_png, to_html, to_svg, write_html
-from inflight.observe.step_drawing import StepDrawing
-from inflight.observe.step_figure import step_figure
+from inflight.observe.step_drawing import StepDrawing, step_figure
 from tests.observe.steps import captured
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
+from inflight.scheduling.persistence import BlockContent
 
 CONTENT = BlockContent(b"d" * 32, b"p" * 32, bytes(range(64)), 1)
 SIZES = (100, 1, 4096)

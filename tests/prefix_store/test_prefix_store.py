@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from inflight.contracts.block_hash import Root, block_hash
-from inflight.contracts.block_store import BlockContent, Loading
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
+from inflight.scheduling.persistence import BlockContent, Loading
 
 NUM_BLOCKS, SIZE = 8, 1000
 LONG = 60.0

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Sequence
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 
 NUM_TOKENS = 3
 

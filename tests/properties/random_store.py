@@ -4,7 +4,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from inflight.contracts.block_store import BlockContent
+from inflight.scheduling.persistence import BlockContent
 from tests.properties.model_cache import ModelCache, Place
 
 

@@ -47,7 +47,7 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
         {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": 128},
     ),
     "awq": (
-        checkpoints.awq(64),
+        checkpoints.integers(64),
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
     ),
     "W4A16": (checkpoints.compressed(4, 128), COMPRESSED | _groups(128)),

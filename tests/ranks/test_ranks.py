@@ -14,7 +14,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.errors import ModelError, RankLostError
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
-from inflight.engine.ranks import local_ranks
+from inflight.engine.ranks import group
 from inflight.engine.replicas import launch
 from inflight.host.machine import Placement
 from tests import zoo
@@ -169,8 +169,8 @@ def test_llm_runs_ranks_in_processes_of_their_own(llama: str) -> None:
 
 
 def test_a_rank_that_cannot_load_is_told_of(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    started = local_ranks.started
-    monkeypatch.setattr(local_ranks, "started", lambda module, files: started("tests.ranks.broken_rank", files))
+    started = group.started
+    monkeypatch.setattr(group, "started", lambda module, files: started("tests.ranks.broken_rank", files))
     with pytest.raises(ModelError, match=r"all ranks: rank 1 ended with exit code 1: no luck"):
         engine_of(llama)
 

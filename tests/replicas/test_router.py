@@ -10,8 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from inflight.contracts.block_hash import Root
 from inflight.contracts.config import ROUTINGS
-from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
-from inflight.engine.replicas.ttft_estimator import ReplicaLoad, TtftEstimator
+from inflight.engine.replicas.router import ReplicaLoad, ReplicaSize, RoutedRequest, Router, TtftEstimator
 
 SIZE = ReplicaSize(num_slots=8, num_blocks=64, block_size=4)
 ALL = (0, 1, 2, 3)

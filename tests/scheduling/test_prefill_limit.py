@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.engine.prefill_limit import BACKGROUND_TOKENS, MIN_TOKENS, PrefillLimit
+from inflight.engine.step_feedback import BACKGROUND_TOKENS, MIN_TOKENS, PrefillLimit
 
 
 def test_prefills_are_unlimited_until_decodes_and_prefills_were_observed() -> None:

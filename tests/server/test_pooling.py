@@ -21,7 +21,7 @@ from inflight import LLM, AsyncLLM
 from inflight.batches.batch import Batch
 from inflight.contracts.plan import StepPlan
 from inflight.execution.model_runner import ModelRunner
-from inflight.execution.pooling.text_pooler import TextPooler
+from inflight.execution.pooling.heads import TextPooler
 from inflight.server.app import create_app
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.serving.settings import ServerSettings

@@ -20,8 +20,8 @@ from inflight import AsyncLLM
 from inflight.cli import main
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
-from inflight.server.operations.listener import listen
 from inflight.server.operations.settings import OperatorSettings
+from inflight.server.run import listen
 
 READY = re.compile(r"(\S+) (?:is )?served at (http://127\.0\.0\.1:\d+)")
 

@@ -4,8 +4,8 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
-from inflight.contracts.speculation import Candidate
 from inflight.engine.engine import Engine
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftTokens, Speculation
 from inflight.speculation.drafter import NO_DRAFT
 from inflight.speculation.step_times import StepTimes

@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
-from inflight.contracts.speculation import Candidate
 from inflight.demo_model import DEMO_MODEL
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftLayout, DraftModelProposer
 from tests import zoo
 from tests.speculation.oracle import make_rows_free

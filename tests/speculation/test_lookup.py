@@ -2,7 +2,7 @@
 
 import random
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import Lookup
 from inflight.speculation.lookup import MAX_SALTS
 

@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.generation.candidate_generator import MTPCandidateGenerator
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.contracts.speculation import Candidate
 from inflight.demo_model import DEMO_MODEL
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftTokens
 from tests.speculation.mtp_checkpoints import CONFIGS, draw_checkpoint
 from tests.speculation.oracle import make_rows_free

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftTokens, Speculation
 from inflight.speculation.step_times import StepTimes
 

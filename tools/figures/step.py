@@ -3,7 +3,7 @@
 from inflight.contracts.params import SamplingParams
 from inflight.entrypoints.llm import LLM
 from inflight.observe.step_capture import StepCapture
-from inflight.observe.step_figure import step_figure
+from inflight.observe.step_drawing import step_figure
 from tools.figures.drawing import Drawing
 
 BUDGET, STEP = 14, 1

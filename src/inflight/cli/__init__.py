@@ -13,8 +13,7 @@ from inflight.cli.chat import chat
 from inflight.cli.demo import demo
 from inflight.cli.generate import generate
 from inflight.cli.help import Group
-from inflight.cli.info import info
-from inflight.cli.prepare import prepare
+from inflight.cli.info import info, prepare
 from inflight.cli.profile import profile
 from inflight.cli.quantize import quantize
 from inflight.cli.race import race

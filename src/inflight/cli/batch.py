@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from inflight.cli.batch_lines import MOST_IN_FLIGHT
+from inflight.cli.generate import MOST_IN_FLIGHT
 from inflight.cli.help import Command
 from inflight.cli.options import (
     adapters_option,

@@ -7,7 +7,7 @@ import click
 from inflight.cli.bench_serve import serve
 from inflight.cli.help import Group, Option
 from inflight.cli.options import MODEL, quiet_libraries
-from inflight.cli.words import say_if_long
+from inflight.cli.structure import say_if_long
 
 MAX_SECONDS = 150.0
 """Of the rounds of `bench static`, by default; half a minute of warm-up comes before them."""

@@ -12,7 +12,7 @@ import click
 from click.core import ParameterSource
 
 from inflight.cli.help import Command
-from inflight.cli.words import say_if_long
+from inflight.cli.structure import say_if_long
 
 if TYPE_CHECKING:
     from inflight.loadtest.load_test import LoadPlan, LoadResult
@@ -72,9 +72,9 @@ def serve(base_url: str, as_json: bool, png: Path | None, **options: Any) -> Non
     """
     from rich.console import Console
 
-    from inflight.loadtest.figure import load_figure
     from inflight.loadtest.load_test import as_rows
     from inflight.loadtest.openai_client import ServerError
+    from inflight.loadtest.report import load_figure
     from inflight.observe.pictures import check_pictures, save_png
 
     plan, extra = _plan(options), _json_object(options["extra_body"])

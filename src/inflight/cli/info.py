@@ -1,4 +1,7 @@
-"""`inflight info MODEL`: shows what preparation found about a model, and how it will run."""
+"""`inflight info MODEL`: shows what preparation found about a model, and how it will run.
+
+`inflight prepare MODEL`: prepares a model ahead of its first start.
+"""
 
 import json
 from dataclasses import asdict
@@ -8,7 +11,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
-from inflight.cli.words import in_bytes, in_words
+from inflight.cli.structure import in_bytes, in_words
 from inflight.contracts.errors import ModelError
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
@@ -20,6 +23,27 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from inflight import LLM
+import time
+
+
+@click.command(cls=Command)
+@model_argument
+@engine_options
+def prepare(model: str | None, **options: Any) -> None:
+    """Load a model once, so that later starts are faster. MODEL means the same as --model MODEL.
+
+    This builds the kernels if they are missing, proves the model, and caches the result in ~/.cache/inflight, for the
+    same files and options on this machine."""
+    quiet_libraries()
+    from inflight import LLM
+
+    start = time.monotonic()
+    info = LLM(model, **engine_values(options)).model_info
+    seconds = time.monotonic() - start
+    click.echo(
+        f"{info.model_class} is ready after {seconds:.1f} s: it runs {info.executor}, proved on {info.proved_on}"
+    )
+
 
 CONTEXTS = (4096, 32768)
 """Lengths for which the cache's memory is shown."""

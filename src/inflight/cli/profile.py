@@ -14,7 +14,7 @@ from inflight.cli.options import (
     quiet_libraries,
     sampling_values,
 )
-from inflight.cli.words import say_if_long
+from inflight.cli.structure import say_if_long
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 

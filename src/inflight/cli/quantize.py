@@ -11,7 +11,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
-from inflight.cli.words import in_bytes
+from inflight.cli.structure import in_bytes
 from inflight.contracts.config import GROUP_SIZES
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import config_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 from inflight.cli.prompts import PromptLine, read_prompts
-from inflight.cli.words import say_if_long
+from inflight.cli.structure import say_if_long
 from inflight.contracts.errors import InvalidRequestError
 
 if TYPE_CHECKING:

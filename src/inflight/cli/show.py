@@ -8,7 +8,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
-from inflight.cli.words import say_if_long
+from inflight.cli.structure import say_if_long
 from inflight.contracts.errors import InvalidRequestError
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
@@ -81,8 +81,7 @@ def show(
     from inflight.entrypoints.inputs import read_prompt
     from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture
-    from inflight.observe.step_drawing import StepDrawing
-    from inflight.observe.step_figure import step_figure
+    from inflight.observe.step_drawing import StepDrawing, step_figure
 
     if png is not None:
         check_pictures()

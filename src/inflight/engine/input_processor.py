@@ -18,7 +18,7 @@ from inflight.contracts.params import SamplingParams
 from inflight.contracts.pooling import PooledText
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.execution.adapters import AdapterCheckpoint, Adapters
-from inflight.execution.hf.watched_weights import WatchedWeights
+from inflight.execution.hf.load import WatchedWeights
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """A store of cache blocks in files, which outlive the process. Knows bytes and tokens, no tensor and no request.
 
-- `PrefixStore`: saves and loads blocks beside the engine's steps; implements `contracts/block_store.py`.
+- `PrefixStore`: saves and loads blocks beside the engine's steps; implements `scheduling.persistence.BlockStore`.
 - `BlockFolder`: the files in a folder, and their eviction.
 - `block_file`: a file's format and validation.
 """

@@ -14,7 +14,7 @@ from pathlib import Path
 import xxhash
 
 from inflight.contracts.block_hash import block_hash
-from inflight.contracts.block_store import BlockContent
+from inflight.scheduling.persistence import BlockContent
 
 MAGIC = b"inflight block 2"
 HEADER = struct.Struct("<16s32s32sIIQ")

@@ -17,9 +17,9 @@ from contextlib import suppress
 from hashlib import blake2b
 from pathlib import Path
 
-from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_file import PARTIAL, Rows
+from inflight.scheduling.persistence import BlockContent
 
 KEY_SIZE = 32
 DIGEST_SIZE = 32

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from inflight.contracts.block_hash import Root, block_hashes
-from inflight.contracts.block_store import BlockContent
 from inflight.prefix_store.block_file import Rows
 from inflight.prefix_store.block_folder import BlockFolder
+from inflight.scheduling.persistence import BlockContent
 
 SHARE_OF_SAVING, SHARE_OF_LOADING = 0.03, 0.15
 """The share of time for saving and loading while the engine computes."""
@@ -35,7 +35,7 @@ BYTES_AHEAD = 2**26
 
 @dataclass(slots=True)
 class BlockLoading:
-    """Blocks that are being loaded; see `contracts.block_store.Loading`."""
+    """Blocks that are being loaded; see `scheduling.persistence.Loading`."""
 
     blocks: Sequence[tuple[BlockContent, int]]
     num_loaded: int = 0

@@ -1,24 +1,67 @@
 """`EngineReplica`: a Ray Serve replica: an engine with the whole OpenAI application.
 
 Serve polls its health and load, and drains it before ending it.
+
+Autoscaling of a Ray Serve deployment: an `AutoscalingConfig.policy`, and the statistics that replicas report.
+
+It defines a full engine. Serve's configuration has delays, factors and bounds.
 """
 
 import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from typing import TYPE_CHECKING, Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
+from inflight.contracts.record import EngineStats
 from inflight.entrypoints.async_llm import AsyncLLM
-from inflight.scale.autoscaling import reported
 from inflight.scale.prefix_front import ForwardedRequest
 from inflight.scale.settings import AppSettings, options_in_actor
 from inflight.server.app import create_app
 from inflight.server.batches.answering import answered
 from inflight.server.operations.settings import KEYS_VARIABLE
 from inflight.server.operations.stack import Operations
+
+if TYPE_CHECKING:
+    from ray.serve.config import AutoscalingContext
+
+
+TARGET_LOAD = 0.8
+"""The target load of engines, with room for bursts until another engine is loaded."""
+
+POLICY = f"{__name__}:replicas_wanted"
+
+
+def reported(stats: EngineStats, max_num_seqs: int) -> dict[str, float]:
+    """A replica's report (`record_autoscaling_stats`).
+
+    `slots` is how many sequences the engine holds: `max_num_seqs`, or as many as there is room for in its cache, if all
+    are as long as those that run. `load` is how often its sequences, running and waiting, would fill it.
+    """
+    num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
+    slots = float(max_num_seqs)
+    if stats.num_blocks_used:
+        slots = min(slots, max(1.0, stats.num_running * num_blocks / stats.num_blocks_used))
+    return {"load": (stats.num_running + stats.num_waiting) / slots, "slots": slots}
+
+
+def replicas_wanted(context: "AutoscalingContext") -> tuple[float, dict[str, Any]]:
+    """The target number of replicas for their load and the queued requests.
+
+    A replica that has not reported counts as the others do, since it may be too busy. Until one has reported, the
+    number stays.
+    """
+    metrics = context.aggregated_metrics or {}
+    loads, slots = metrics.get("load", {}), metrics.get("slots", {})
+    if not loads or not slots:
+        return context.target_num_replicas, {}
+    mean_slots = sum(slots.values()) / len(slots)
+    mean_load = sum(loads.values()) / len(loads)
+    load = mean_load * len(context.running_replicas) + context.total_queued_requests / mean_slots
+    return load / TARGET_LOAD, {}
 
 
 class EngineReplica:

@@ -17,9 +17,8 @@ from ray.serve import Application
 
 from inflight.contracts.options import refuse_unknown_options
 from inflight.host.machine import usable_cores
-from inflight.scale.autoscaling import POLICY
 from inflight.scale.prefix_front import PrefixFront, router_of
-from inflight.scale.replica import AnsweringReplica, EngineReplica
+from inflight.scale.replica import POLICY, AnsweringReplica, EngineReplica
 from inflight.scale.settings import PREFIX, AppSettings
 
 REQUESTS_FOR_EACH_SLOT = 2

@@ -2,14 +2,15 @@
 
 Before a request's sequences queue for slots, stored blocks of its prompt that the cache lacks may be loaded. Meanwhile
 they are *parked*, and all others run. Loaded blocks go into the prefix cache, as if computed here; if loading fails,
-they are computed. Each full block of known content is handed to the store to be saved.
+they are computed. Each full block of known content is handed to the store to be saved. The port is `BlockStore`.
 """
 
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from typing import NamedTuple, Protocol
 
 from inflight.contracts.block_hash import block_hash
-from inflight.contracts.block_store import BlockContent, BlockStore, Loading
 from inflight.contracts.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_key
@@ -17,6 +18,66 @@ from inflight.scheduling.sequence import Sequence
 
 LARGEST_SHARE = 0.5
 """The most of the cache that blocks being loaded may take."""
+
+
+class BlockContent(NamedTuple):
+    """The content of a block. A store finds it by this, and checks it.
+
+    Attributes:
+        block_hash: its own; see `contracts.block_hash`.
+        parent: the hash of the block before it, or of the root.
+        token_ids: its tokens, as int32.
+        group: the cache group whose keys and values it holds.
+    """
+
+    block_hash: bytes
+    parent: bytes
+    token_ids: bytes
+    group: int
+
+
+class Loading(Protocol):
+    """Blocks on their way into the cache.
+
+    Attributes:
+        is_done: whether no more blocks will come.
+        num_loaded: how many blocks, from the first, are loaded.
+    """
+
+    @property
+    def is_done(self) -> bool: ...
+
+    @property
+    def num_loaded(self) -> int: ...
+
+
+class BlockStore(Protocol):
+    """Keeps blocks outside the cache. Methods return at once unless they say that they wait."""
+
+    def has(self, block_hash: bytes, group: int) -> bool:
+        """Whether a block may be here. Only loading it shows."""
+        ...
+
+    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
+        """Whether loading `num_blocks` takes less time than computing `num_tokens`."""
+        ...
+
+    def load(self, blocks: SequenceOf[tuple[BlockContent, int]]) -> Loading:
+        """Start loading contents into blocks of the cache, in order, up to the first that fails. Until it is done,
+        nothing else may read or write these blocks."""
+        ...
+
+    def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
+        """Write a block in the background.
+
+        Args:
+            is_current: whether the block still holds this; asked before and after it is read.
+        """
+        ...
+
+    def wait(self, seconds: float) -> None:
+        """Wait until one load is done, at most this many seconds."""
+        ...
 
 
 @dataclass(slots=True, eq=False)

@@ -29,15 +29,13 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from inflight.contracts.block_store import BlockStore
 from inflight.contracts.cache_layout import CacheLayout
 from inflight.contracts.config import EngineConfig
 from inflight.contracts.outputs import FinishReason
 from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
-from inflight.contracts.speculation import Speculator
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.draft_tokens import DraftPlanner, num_accepted_tokens
-from inflight.scheduling.persistence import Persistence
+from inflight.scheduling.draft_tokens import DraftPlanner, Speculator, num_accepted_tokens
+from inflight.scheduling.persistence import BlockStore, Persistence
 from inflight.scheduling.plan_making import make_plan
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from inflight.contracts.record import StepRecord
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftTokens
 from inflight.speculation.drafter import NO_DRAFT
 

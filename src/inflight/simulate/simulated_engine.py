@@ -14,7 +14,7 @@ from inflight.contracts.config import EngineConfig
 from inflight.contracts.model_info import ModelInfo
 from inflight.contracts.plan import Span, StepPlan
 from inflight.contracts.record import ArrivalRecord, StepRecord
-from inflight.engine.prefill_limit import PrefillLimit
+from inflight.engine.step_feedback import PrefillLimit
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.run_report import RunLog
 from inflight.scheduling.scheduler import Scheduler

@@ -7,7 +7,7 @@ differently. Elsewhere another drafter's tokens are taken, as far as the grammar
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation.drafter import NO_DRAFT, Drafter, DraftTokens
 
 MEMORY = 0.98

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from inflight.contracts.plan import BlockTable
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from inflight.contracts.params import SamplingParams
 from inflight.contracts.plan import BlockTable, SlotAssignment, Span, StepPlan, StepTokens
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation.draft_cache import DraftCache, DraftLayout, extend
 from inflight.speculation.drafter import NO_DRAFT, DraftTokens
 from inflight.speculation.step_times import StepTimes

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 
 
 class DraftTokens(NamedTuple):

@@ -10,7 +10,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation.drafter import NO_DRAFT, DraftTokens
 from inflight.speculation.suffix_automaton import Cursor, SuffixAutomaton
 

@@ -16,7 +16,7 @@ from itertools import accumulate, takewhile
 from operator import mul
 from typing import NamedTuple
 
-from inflight.contracts.speculation import Candidate
+from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation.draft_model import DraftModelProposer
 from inflight.speculation.drafter import NO_DRAFT, Drafter, DraftTokens
 from inflight.speculation.step_times import StepTimes

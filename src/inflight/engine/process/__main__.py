@@ -12,7 +12,7 @@ from queue import SimpleQueue
 from typing import BinaryIO
 
 from inflight.engine.process.protocol import Commands, Event, read_command, read_load, to_frame
-from inflight.engine.ranks.local_ranks import start_early
+from inflight.engine.ranks.group import start_early
 from inflight.host.garbage_collection import (
     exit_without_garbage_collection,
     freeze_loaded_objects,

@@ -16,7 +16,6 @@ from inflight.contracts.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.live_feed import LiveFeed
-from inflight.engine.prefill_limit import PrefillLimit
 from inflight.engine.process.protocol import (
     Abort,
     AskLive,
@@ -38,6 +37,7 @@ from inflight.engine.process.protocol import (
     SavePrefixes,
     Stats,
 )
+from inflight.engine.step_feedback import PrefillLimit
 
 logger = logging.getLogger(__name__)
 

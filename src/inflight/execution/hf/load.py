@@ -1,22 +1,32 @@
 """Loading: makes our own `transformers` model, on its device, from a hub id, a folder, a GGUF file or a loaded
-model."""
+model.
+
+`WatchedWeights`: detects changes of a caller's model after an engine was made from it.
+
+An engine copies most weights into its own layout, and shares a few large ones. After a training step it would mix old
+and new weights.
+
+Reads a checkpoint's `generation_config`: default sampling parameters, EOS tokens, and unsupported settings.
+"""
 
 import copy
 import gc
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.errors import ModelError
+from inflight.contracts.params import SamplingParams
 from inflight.execution.hf.gguf_model import load_gguf_model
 from inflight.execution.hf.quantized_model import load_quantized_model
 from inflight.execution.hf.source import first_line, read_config
@@ -24,6 +34,68 @@ from inflight.execution.hf.state import refuse_incomplete
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.host.machine import usable_memory
+
+NOT_HONOURED = {
+    *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
+    *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
+    *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "max_length", "stop_strings"),
+    *("num_return_sequences", "watermarking_config", "max_time"),
+}
+"""Settings that change `model.generate`'s output, but not ours."""
+
+
+def default_sampling_params(generation_config: GenerationConfig) -> SamplingParams:
+    """Its sampling parameters, else `SamplingParams()`."""
+    asked = generation_config.to_diff_dict()
+    defaults = {name: asked[name] for name in ("temperature", "top_k", "top_p", "min_p") if asked.get(name) is not None}
+    if asked.get("do_sample") is False:
+        defaults = {"temperature": 0.0}
+    if asked.get("max_new_tokens") is not None:
+        defaults["max_tokens"] = asked["max_new_tokens"]
+    return SamplingParams(**defaults)
+
+
+def eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple[int, ...]:
+    """All token ids that end a sequence in `model.generate`, without those outside the vocabulary."""
+    ids = generation_config.eos_token_id
+    ids = [] if ids is None else [ids] if isinstance(ids, int) else ids
+    return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
+
+
+def not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
+    """Notes on settings that this engine ignores."""
+    asked = generation_config.to_diff_dict()
+    return tuple(
+        f"generation_config has {name}={asked[name]!r}, which is not supported"
+        for name in sorted(NOT_HONOURED & asked.keys())
+    )
+
+
+class WatchedWeights:
+    """The version of a model's parameters, without references to the model or its memory.
+
+    In-place changes through `parameter.data` are not detected: torch does not count them.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._seen: list[tuple[weakref.ref[torch.nn.Parameter], tuple[torch.dtype, torch.device], int, int]] = []
+        for parameter in model.parameters():
+            with suppress(RuntimeError):  # torch counts no changes of tensors that were made in inference mode
+                kind, version = (parameter.dtype, parameter.device), parameter._version
+                self._seen.append((weakref.ref(parameter), kind, version, parameter.data_ptr()))
+
+    @property
+    def have_changed(self) -> bool:
+        """Whether any parameter was written to or replaced. (One that was moved or converted has not changed.)"""
+        for reference, kind, version, address in self._seen:
+            parameter = reference()
+            if parameter is None or (parameter.dtype, parameter.device) != kind:
+                continue
+            if parameter._version != version or parameter.data_ptr() != address:
+                return True
+        return False
+
 
 CACHE_SHARE_OF_GPU = 0.9
 """Shares of a GPU's free memory, and of a host's memory, that the cache takes by default."""

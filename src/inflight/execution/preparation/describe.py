@@ -17,8 +17,7 @@ from inflight.contracts.model_info import ModelInfo, StoredWeights
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
-from inflight.execution.hf.generation_defaults import eos_token_ids, not_honoured
-from inflight.execution.hf.load import available_cache_memory
+from inflight.execution.hf.load import available_cache_memory, eos_token_ids, not_honoured
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.kernels import kernels_in_use
 from inflight.execution.preparation.choice import ChosenExecutor

@@ -27,8 +27,8 @@ from inflight.execution.hf.load import (
 )
 from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, release_file_pages
+from inflight.execution.pooling.heads import TextPooler
 from inflight.execution.pooling.states_model import PoolingParts, load_parts
-from inflight.execution.pooling.text_pooler import TextPooler
 from inflight.execution.preparation.agreement import PrepackingError
 from inflight.execution.preparation.choice import Preparation, choose_executor
 from inflight.execution.preparation.describe import describe

@@ -18,8 +18,7 @@ from inflight.execution.ranks.rank import behind
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import NarrowLinear, RowActivation, SiblingLinear, SiblingLinears, is_narrow
 from inflight.execution.weights.linear_calls import ACTIVATIONS, LinearCalls, is_linear, is_watched
-from inflight.execution.weights.prepacked_linear import PrepackedLinear
-from inflight.execution.weights.tied_embedding import read_rows_in_groups, share_prepacked_weight
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, read_rows_in_groups, share_prepacked_weight
 
 ReleaseWeight: TypeAlias = Callable[[torch.Tensor], None]
 """Releases the memory of a prepacked weight."""

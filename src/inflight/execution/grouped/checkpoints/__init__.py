@@ -7,11 +7,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from inflight.contracts.errors import ModelError
-from inflight.execution.grouped.checkpoints.awq import Awq
 from inflight.execution.grouped.checkpoints.compressed_tensors import CompressedTensors
-from inflight.execution.grouped.checkpoints.eight_bit_floats import EightBitFloats
-from inflight.execution.grouped.checkpoints.four_bit_floats import FourBitFloats
-from inflight.execution.grouped.checkpoints.gptq import Gptq
+from inflight.execution.grouped.checkpoints.floats import EightBitFloats, FourBitFloats
+from inflight.execution.grouped.checkpoints.integers import Awq, Gptq
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 
 __all__ = ["METHODS", "QuantizationMethod", "find_method"]

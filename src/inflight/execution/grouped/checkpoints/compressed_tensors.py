@@ -8,8 +8,7 @@ import torch
 
 from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.affine import bytes_of, in_groups, unpacked
-from inflight.execution.grouped.checkpoints.eight_bit_floats import scaled_floats
-from inflight.execution.grouped.checkpoints.four_bit_floats import powers_of_two
+from inflight.execution.grouped.checkpoints.floats import powers_of_two, scaled_floats
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import Groups
 

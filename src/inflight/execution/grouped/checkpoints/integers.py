@@ -1,4 +1,8 @@
-"""AWQ: numbers of four bits, packed along the outputs. After the layout of AutoAWQ's "GEMM"."""
+"""AWQ: numbers of four bits, packed along the outputs. After the layout of AutoAWQ's "GEMM".
+
+GPTQ: integers of 2, 3, 4 or 8 bits, packed along the inputs, which may be permuted, in the layouts of AutoGPTQ and
+GPTQModel.
+"""
 
 from collections.abc import Mapping, Set
 from typing import Any
@@ -9,6 +13,40 @@ from inflight.contracts.errors import ModelError
 from inflight.execution.grouped.affine import bytes_of, in_groups, unpacked
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import Groups
+
+
+class Gptq(QuantizationMethod):
+    """See `QuantizationMethod`. `qweight` is `[in * bits / 32, out]` int32, `qzeros` `[groups, out * bits / 32]` int32,
+    `scales` `[groups, out]`, and `g_idx` `[in]` has the group of each input."""
+
+    endings = (".qweight", ".qzeros", ".scales", ".g_idx")
+    parameter = ".weight"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._bits = int(settings.get("bits", 4))
+        if self._bits not in (2, 3, 4, 8):
+            raise ModelError(f"GPTQ in {self._bits} bits cannot be read; 2, 3, 4 and 8 can")
+        layout = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+        if layout not in ("gptq", "gptq_v2"):
+            raise ModelError(f"GPTQ in the layout {layout!r} cannot be read; 'gptq' and 'gptq_v2' can")
+        self._zeros_start_at = 0 if layout == "gptq_v2" else 1
+        self._group = int(settings.get("group_size", 128))
+        self.kind = f"GPTQ {self._bits} bits"
+
+    def is_quantised(self, parts: Set[str]) -> bool:
+        """See `QuantizationMethod`."""
+        return ".qweight" in parts
+
+    def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
+        """See `QuantizationMethod`."""
+        numbers = unpacked(bytes_of(parts[".qweight"].T), self._bits)
+        scales = parts[".scales"].T
+        zeros = unpacked(bytes_of(parts[".qzeros"]), self._bits).T[: len(numbers)]
+        zeros = zeros + self._zeros_start_at & (1 << self._bits) - 1
+        group = numbers.shape[1] if self._group == -1 else self._group
+        group_of = parts.get(".g_idx")
+        return in_groups(numbers, self._bits, scales, zeros, group, None if group_of is None else group_of.long())
+
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 """Where each of eight outputs lies in its int32."""

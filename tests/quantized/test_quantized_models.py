@@ -55,11 +55,11 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
     "W4A16 in another order": (checkpoints.compressed(4, 64, in_order=False), COMPRESSED | _groups(64)),
     "W8A16": (checkpoints.compressed(8, -1), COMPRESSED),
     "W8A8": (checkpoints.int8, COMPRESSED | {"format": "int-quantized"}),
-    "FP8 in blocks": (checkpoints.four_bit_floats((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
-    "FP8": (checkpoints.four_bit_floats((0, 0), ".weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
-    "FP8 of FBGEMM": (checkpoints.four_bit_floats(None, ".weight_scale"), {"quant_method": "fbgemm_fp8"}),
+    "FP8 in blocks": (checkpoints.floats((128, 128)), {"quant_method": "fp8", "weight_block_size": [128, 128]}),
+    "FP8": (checkpoints.floats((0, 0), ".weight_scale"), {"quant_method": "fp8", "activation_scheme": "static"}),
+    "FP8 of FBGEMM": (checkpoints.floats(None, ".weight_scale"), {"quant_method": "fbgemm_fp8"}),
     "FP8 of compressed-tensors": (
-        checkpoints.four_bit_floats(None, ".weight_scale"),
+        checkpoints.floats(None, ".weight_scale"),
         COMPRESSED | {"format": "float-quantized"},
     ),
 }

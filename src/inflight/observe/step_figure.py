@@ -20,8 +20,8 @@ MAX_NAMED = 64
 
 MAX_TOKEN = 14
 CACHED, OWN, OTHER = 0.45, 0.1, 0.0
-"""How much of its sequence's colour a cell has: a visible cached key, an invisible key of the same sequence, a key of
-another sequence. A visible new key has all of it."""
+"""The opacity of a cell in its sequence's colour: a visible cached key, an invisible key of the same sequence, a key of
+another sequence. A visible new key is opaque."""
 
 
 def step_figure(*views: StepView) -> "Figure":

@@ -19,7 +19,7 @@ MAGIC = b"inflight block 1"
 HEADER = struct.Struct("<16s32s32sIIQ")
 """Magic, digest, parent, group, bytes of tokens, bytes of the block; then the tokens, the block, and the checksum."""
 PARENT = slice(48, 80)
-"""Where the parent is."""
+"""The bytes of the parent in a header."""
 CHECKSUM_SIZE = 16
 PARTIAL = ".partial"
 

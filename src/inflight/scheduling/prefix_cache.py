@@ -19,7 +19,7 @@ from inflight.contracts.plan import NO_BLOCK
 
 
 class Root(NamedTuple):
-    """What keys and values depend on besides the tokens.
+    """The inputs of keys and values besides the tokens.
 
     Attributes:
         cache_salt: the request's; requests with different salts never share.

@@ -411,7 +411,8 @@ class Scheduler:
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of a sequence fit the budget; while its prompt is scored, also the limit of logit rows."""
+        """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
+        rows."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
         length = min(sequence.num_uncomputed_tokens, budget)

@@ -45,7 +45,7 @@ class DraftLayout:
 
 
 class DraftCache:
-    """What was computed, by block."""
+    """The hashes of the draft model's computed tokens, by block."""
 
     def __init__(self, layout: DraftLayout) -> None:
         self.layout = layout
@@ -65,7 +65,7 @@ class DraftCache:
         return array("i", (np.frombuffer(table, dtype=np.int32) + group * self.layout.num_draft_blocks).tobytes())
 
     def num_seen(self, table: BlockTable, hashes: Sequence[int]) -> int:
-        """How many of a sequence's first tokens are computed.
+        """The number of a sequence's first tokens that are computed.
 
         Args:
             hashes: of each token and all before it (see `extend`).

@@ -19,7 +19,7 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*|"
 )
 IN_BYTES = ""
-"""Where text is mapped to bytes, if that is not the last step: later patterns see the byte characters."""
+"""Marks the step that maps text to bytes, if it is not the last: later patterns see the byte characters."""
 PATTERNS: dict[str, tuple[str, ...]] = {
     "gpt-2 phi-2 jina-es jina-de jina-v1-en jina-v2-es jina-v2-de jina-v2-code roberta-bpe gigachat a.x-4.0 mellum "
     "modern-bert mpt olmo jais trillion granite-docling exaone4": (GPT2,),

@@ -82,7 +82,7 @@ class _Replica:
         return self.background if sent.in_background else self.load
 
     def num_cached(self, blocks: SequenceOf[int]) -> int:
-        """How many of a prompt's first blocks it probably has cached."""
+        """The estimated number of a prompt's first blocks in its cache."""
         return next((place for place, block in enumerate(blocks) if block not in self._blocks), len(blocks))
 
     def keep(self, blocks: SequenceOf[int]) -> None:

@@ -13,7 +13,7 @@ MIN_SECONDS = 1e-6
 FIRST_ESTIMATE = np.array([0.01, 2e-4, 2e-3])
 """Initial seconds per request, per token owed and per running sequence; scaled to the machine's pace."""
 TRUST = 0.05
-"""How many requests the first estimate counts as."""
+"""The weight of the first estimate, in requests."""
 
 
 @dataclass(slots=True)

@@ -107,7 +107,7 @@ class ObjectScanner:
 
 
 class CallText:
-    """How calls are written.
+    """The notation of calls.
 
     Args:
         field: the field of calls.
@@ -200,7 +200,7 @@ class CallText:
         return read or None
 
     def _prepared(self, body: str, name: str | None) -> tuple[str, hf.ResponseTemplateField]:
-        """What is between a call's marks, so that the library reads all of it, and the field to read it by."""
+        """The text between a call's marks in a form that the library reads completely, and the field for it."""
         args = self.field.content_args
         if self._is_marked:
             return json.dumps(self._marked(body, name)), self._in_json

@@ -1,4 +1,4 @@
-"""How much memory a model takes: an estimate before it is loaded, a measurement after.
+"""A model's memory: an estimate before it is loaded, a measurement after.
 
 An engine's memory is weights, KV cache and a constant (docs/guides/memory.md). A cache counts at its limit. A draft
 model does not count.

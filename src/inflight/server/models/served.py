@@ -136,7 +136,7 @@ class _Engines:
 
     @property
     def num_slots(self) -> int:
-        """How many sequences run at once."""
+        """The maximum number of running sequences."""
         return self.config.max_num_seqs * self.num_replicas
 
 

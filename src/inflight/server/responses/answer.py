@@ -122,7 +122,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
 
     def write(messages: Chat) -> RenderedChat:
         written = {**prompt, "messages": with_names(with_calls_joined(messages))}
-        return service.written(written, info, "input", body.wanted_thinking)
+        return service.written(written, info, "input", body.reasoning_options)
 
     if body.truncation != "auto":
         return write(whole)

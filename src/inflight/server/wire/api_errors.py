@@ -104,7 +104,7 @@ class ApiError(Exception):
 
 
 class ErrorEnvelope:
-    """How an API writes errors; this is OpenAI's way."""
+    """The error format of an API; this one is OpenAI's."""
 
     def body(self, error: ApiError, scope: Scope) -> bytes:
         """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""

@@ -11,7 +11,7 @@ from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import Groups
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight outputs lies in its int32."""
+"""The position of each of eight outputs in its int32."""
 
 
 class Awq(QuantizationMethod):

@@ -63,7 +63,7 @@ class Shared:
 
     Attributes:
         flag: its name, or several with a space between them; the names of both directions of a switch have a slash.
-        type: what its text becomes; None: it is a switch.
+        type: the type of its value; None: it is a switch.
         help: its meaning.
         unset: the effective default, in words, if neither caller nor field has a value.
         field: the field that it sets, if named differently.

@@ -9,7 +9,7 @@ class BlockContent(NamedTuple):
 
     Attributes:
         digest: of its tokens, all before them, and everything else that its keys and values depend on.
-        parent: the digest of the block before it, or of what comes before the first.
+        parent: the digest of the block before it; for the first block, that of the chain's start.
         token_ids: its tokens, as int32.
         group: the cache group whose keys and values it holds.
     """

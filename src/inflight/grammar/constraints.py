@@ -112,7 +112,7 @@ class Constraints:
         """Return the tokens forced by a sequence's grammar (see `GrammarMatcher.forced`).
 
         Args:
-            output: what the sequence has generated.
+            output: the sequence's generated tokens.
         """
         return self._at(sequence_id, output).forced()
 

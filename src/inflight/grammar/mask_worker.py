@@ -50,7 +50,7 @@ class MaskWorker:
         return self._thread.submit(self._compute, list(matchers))
 
     def stop(self) -> None:
-        """Finish what was started and end the threads."""
+        """Finish started work and end the threads."""
         self._thread.shutdown()
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:

@@ -1,7 +1,7 @@
 """Random prompts, as token ids or as words. Decides their content; the lengths are given.
 
-Token ids are exact. A word is one token in most vocabularies, so a prompt of words has only about the given length; its
-exact length is what the server counts.
+Token ids are exact. A word is one token in most vocabularies, so a prompt of words has only about the given length; the
+server counts the exact length.
 """
 
 import random

@@ -484,7 +484,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- releasing
 
     def _release_step(self, plan: StepPlan) -> None:
-        """The step in flight is over: release what it held."""
+        """Release the resources of the step in flight at its end."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None

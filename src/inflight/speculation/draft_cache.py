@@ -2,7 +2,7 @@
 
 The draft model has its own cache, with the target model's block numbers (and as many more for each further cache
 group). So it needs no block tables of its own: blocks shared, forked, preempted or evicted there are so here. It only
-records what is computed: for each place, a hash of all tokens up to the one whose keys and values are there.
+records the computed tokens: for each place, a hash of all tokens up to the one whose keys and values are there.
 
 Draft tokens beyond a sequence's blocks go to spare blocks of its slot.
 """

@@ -166,7 +166,7 @@ class GroupedRows:
     Attributes:
         words: of its layout.
         dtype: of the rows.
-        scales: None: what is read was not rounded for it.
+        scales: always None: the rows are already scaled.
     """
 
     words: list[int]

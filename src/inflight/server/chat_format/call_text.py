@@ -1,4 +1,4 @@
-"""`CallText`: the text of one call, as a response template describes it: where it may end, and what it says.
+"""`CallText`: the text of one call, as a response template describes it: its end and its content.
 
 Decides which closing marks belong to a value. JSON says itself where it ends, and its arguments are passed on as they
 were written. In notations that put values between marks of their own, any mark may be part of a value: one that closes
@@ -57,7 +57,7 @@ class SearchBudget:
         self._left = MOST_SECONDS
 
     def search(self, field: str, find: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return what a method of a compiled pattern returns; all matches of one that finds several.
+        """Return the result of a method of a compiled pattern; for a method that finds several matches, all of them.
 
         Args:
             field: where in the response template the pattern stands.

@@ -112,7 +112,7 @@ def _with_objects(history: History) -> History:
 
 def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
     """Yield a history without that line, then, unless reading is strict, in forms that more templates take, each with
-    the names of what was changed."""
+    the names of the changes."""
     texts = [_CLIENT_LINE.sub("", each["content"]) if each["role"] == "system" else each["content"] for each in history]
     kept: History = [{**message, "content": text} for message, text in zip(history, texts, strict=True)]
     if kept != history:

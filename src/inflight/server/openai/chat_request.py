@@ -70,8 +70,8 @@ class Message(StrictModel):
     """A message of a chat.
 
     Attributes:
-        reasoning_content, reasoning: what the assistant reasoned, under either name; most chat templates leave it
-            out unless tool calls follow it.
+        reasoning_content, reasoning: the assistant's reasoning, under either name; most chat templates leave it out
+            unless tool calls follow it.
         parsed: the content again, as `openai`'s client sends it back; ignored.
         thinking_blocks, provider_specific_fields: the reasoning again, as LiteLLM sends it back; ignored.
     """

@@ -315,7 +315,7 @@ class ResponseEvents(Events):
         self._answer, self._blocks, self._scores = answer, answer.new_blocks(), OutputLogprobs()
         self._number = 0
         self._has_logprobs = True  # whether the latest item may have some
-        self._head = b""  # what each delta event of the latest item begins with
+        self._head = b""  # the beginning of each delta event of the latest item
 
     def write(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()

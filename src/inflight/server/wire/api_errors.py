@@ -107,7 +107,7 @@ class ErrorEnvelope:
     """The error format of an API; this one is OpenAI's."""
 
     def body(self, error: ApiError, scope: Scope) -> bytes:
-        """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
+        """Return the answer's body, in ASCII because it quotes the request, lone surrogates included."""
         fields = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
         return json.dumps({"error": fields}).encode()
 

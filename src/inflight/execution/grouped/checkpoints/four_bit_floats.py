@@ -11,7 +11,7 @@ from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, Groups
 
 BIAS, TWICE = 127, 1
-"""Of the exponents, and what is taken from them because numbers stand for twice their value."""
+"""The bias of exponents, and its correction, because the stored numbers are twice their values."""
 MIDDLE = 12
 NOT_A_NUMBER = 255
 

@@ -170,7 +170,7 @@ def test_a_model_that_cannot_be_told_not_to_think_is_said_to_be_one(server: Runn
     body = {"messages": HELLO, "chat_template": HARMONY, "reasoning_effort": "none"}
     response = server.http.post("/v1/chat/completions", json=body)
     assert response.status_code == 400
-    assert "there is no way to tell it" in response.json()["error"]["message"]
+    assert "turns reasoning off, which is not supported" in response.json()["error"]["message"]
     assert response.json()["error"]["param"] == "reasoning_effort"
 
 

@@ -137,7 +137,7 @@ class Files:
         return [file for file in self._read_all() if not self._is_expired(file)]
 
     def path_of(self, file_id: str) -> Path:
-        """Where the content of a stored file is."""
+        """The path of a stored file's content."""
         return self._folder / file_id
 
     def delete(self, file_id: str) -> bool:

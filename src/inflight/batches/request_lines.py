@@ -27,7 +27,7 @@ class Result:
         number: of its line in the job's file.
         is_error: whether it goes to the job's errors.
         line: of the job's results or errors, without its end.
-        num_input_tokens, num_output_tokens: what the answer took.
+        num_input_tokens, num_output_tokens: the answer's usage.
     """
 
     number: int

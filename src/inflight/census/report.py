@@ -83,7 +83,7 @@ def _introduction(names: Sequence[str]) -> str:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """Return a sentence: how many models are exact, with which executors, and what the others are."""
+    """Return a sentence with the numbers of exact models, by executor, and of the others, by finding."""
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     counts = Counter(each.outcome for each in findings)
     ways = Counter(each.executor for each in causal if each.outcome == "exact")

@@ -25,10 +25,10 @@ KERNEL_STD = 0.3
 """The deviation of convolutions along the sequence, whose few entries are not a matrix."""
 
 SHARPER = 3
-"""How many times larger query and key matrices are, because attention that averages makes all positions alike."""
+"""The factor of query and key matrices, because attention that averages makes all positions alike."""
 
 NUM_FAR = 16
-"""How many tokens at the beginning are changed."""
+"""The number of changed tokens at the beginning."""
 FIRST_JUDGED = 24
 LENGTH = 56
 NUM_SEQUENCES = 3
@@ -45,7 +45,7 @@ MAX_PARAMETERS = 20_000_000
 
 @dataclass(frozen=True, slots=True)
 class Sensitivity:
-    """How sensitive a model is to its context.
+    """A model's sensitivity to its context.
 
     Attributes:
         factor: the factor by which its matrices were scaled.

@@ -170,7 +170,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
-    """Return a tiny configuration that `model_class` takes. Raises what the config class raises."""
+    """Return a tiny configuration that `model_class` takes. Passes on errors of the config class."""
     config = _tiny(CONFIG_MAPPING[model_type], EXCEPTIONS.get(model_type, {}))
     wanted = model_class(model_type).config_class
     if not isinstance(config, wanted):  # the language model within a larger model

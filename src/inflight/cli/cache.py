@@ -68,7 +68,7 @@ def list_(folder: Path) -> None:
 
 @cache.command(cls=Command)
 @FOLDER
-@click.option("--delete", is_flag=True, help="Delete what is damaged.")
+@click.option("--delete", is_flag=True, help="Delete damaged files.")
 def verify(folder: Path, delete: bool) -> None:
     """Read every block in FOLDER, and list damaged ones. (Engines check each block they load.)"""
     from inflight.prefix_store.inspection import damaged, stored_fingerprints
@@ -90,9 +90,9 @@ def verify(folder: Path, delete: bool) -> None:
 @FOLDER
 @FINGERPRINT
 @click.option("--unused-days", type=click.FloatRange(min=0), default=0.0, help="Only blocks unused for this long.")
-@click.option("--keep-pinned", is_flag=True, help="Only what is not pinned.")
+@click.option("--keep-pinned", is_flag=True, help="Only unpinned prefixes.")
 def clear(folder: Path, fingerprint: str, unused_days: float, keep_pinned: bool) -> None:
-    """Delete the blocks in FOLDER. Running engines recompute what they miss."""
+    """Delete the blocks in FOLDER. Running engines recompute missing blocks."""
     from inflight.prefix_store import inspection
 
     used_before = time.time() - unused_days * SECONDS_OF_A_DAY
@@ -129,7 +129,7 @@ def warm(folder: Path, prompts: tuple[str, ...], files: tuple[Path, ...], model:
 @FOLDER
 @click.argument("archive", type=click.Path(path_type=Path))
 @FINGERPRINT
-@click.option("--pinned", is_flag=True, help="Only what is pinned.")
+@click.option("--pinned", is_flag=True, help="Only pinned prefixes.")
 def export(folder: Path, archive: Path, fingerprint: str, pinned: bool) -> None:
     """Write the prefixes in FOLDER to the file ARCHIVE, for `import` into another folder.
 

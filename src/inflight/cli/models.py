@@ -84,7 +84,7 @@ def models_argument(command: Command) -> Command:
         cls=Option,
         heading=MODEL,
         type=size,
-        help="Most memory of loaded models together, such as 24GiB.  [default: what is free at the start]",
+        help="Most memory of loaded models together, such as 24GiB.  [default: the free memory at the start]",
     )
     @click.option(
         "--idle-unload",

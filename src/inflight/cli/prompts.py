@@ -94,7 +94,7 @@ def _parse_json(line: str, where: str) -> PromptLine:
 
 
 def _parse_batch(value: dict[str, Any], where: str) -> PromptLine:
-    """A line of one of OpenAI's batch files; what its body may have is the endpoint's affair."""
+    """A line of an OpenAI batch file; the endpoint checks its body."""
     extra = sorted(value.keys() - {"custom_id", "method", "url", "body"})
     url, body, custom_id = value.get("url"), value["body"], value.get("custom_id")
     is_named = custom_id is None or (isinstance(custom_id, str) and 0 < len(custom_id) <= MAX_CUSTOM_ID)

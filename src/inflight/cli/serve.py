@@ -227,7 +227,7 @@ def _do_without_torch() -> None:
 
 
 def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | None":
-    """Where the engine's process records its steps. Raises `InvalidRequestError` if it is not writable."""
+    """The recording options of the engine's process. Raises `InvalidRequestError` if it is not writable."""
     if path is None:
         return None
     from inflight.contracts.record import RecordTo

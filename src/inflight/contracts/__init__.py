@@ -1,1 +1,1 @@
-"""Plain data that all rooms share: what callers give and get, and what one room hands to the next. No torch."""
+"""Plain data for all packages: what callers pass and get, and what the packages exchange. No torch."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class CacheGroup:
-    """Which tokens of a sequence a group of layers keeps: all, or those that a later query can still see.
+    """The tokens of a sequence that a group of layers keeps: all, or those that a later query can still see.
 
     Attributes:
         window: a query at position i sees keys j with `i - j < window`; None: all before it.

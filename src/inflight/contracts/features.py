@@ -77,7 +77,7 @@ class Refusal(NamedTuple):
     """Features that some models do not have.
 
     Attributes:
-        features: what is refused.
+        features: the refused features.
         model: which models, in words.
         applies: whether a model is one of them.
         reason: why.

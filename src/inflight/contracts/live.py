@@ -11,7 +11,7 @@ class LiveSequence(NamedTuple):
 
     Attributes:
         slot: None: it waits.
-        num_tokens: its prompt and what it has generated.
+        num_tokens: prompt and generated tokens.
         num_computed_tokens: how many of these are in the cache.
         num_cached_tokens: prompt tokens that came from the cache.
         num_blocks: blocks of the cache in each of its tables.
@@ -57,7 +57,7 @@ class LiveState:
         time: when it was taken, in seconds of `time.monotonic()`.
         stats: totals since the engine's start.
         running, waiting: sequences with a slot; and the first of those without one, in the order of service.
-        work: what was computed in each slot since the last snapshot.
+        work: the computation in each slot since the last snapshot.
         num_steps, busy_seconds: number of steps since then, and their total time.
         steps: the last of them, without arrivals.
         num_preempted: sequences preempted since then.

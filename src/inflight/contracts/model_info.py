@@ -24,7 +24,7 @@ class StoredWeights:
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What preparation found out about a model, and its decisions.
+    """The results of a model's preparation.
 
     Attributes:
         checkpoint_dtype, dtype: of the checkpoint (or loaded model), and of the running model.
@@ -95,12 +95,12 @@ class ModelInfo:
 
     @property
     def forward_pass(self) -> str:
-        """How it runs: "recorded", or "in Python"."""
+        """ "recorded", or "in Python"."""
         return "recorded" if self.is_recorded else "in Python"
 
     @property
     def threads(self) -> str:
-        """How many, in words: "2 threads", or "2 ranks of 1 thread"."""
+        """The number in words: "2 threads", or "2 ranks of 1 thread"."""
         threads = f"{self.num_threads} thread{'s' if self.num_threads != 1 else ''}"
         return threads if self.num_ranks == 1 else f"{self.num_ranks} ranks of {threads}"
 

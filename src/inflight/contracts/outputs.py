@@ -112,7 +112,7 @@ class EmbeddingOutput:
 
 @dataclass(slots=True)
 class ClassificationOutput:
-    """What a classifier says of a text.
+    """A classifier's result for a text.
 
     Attributes:
         probs: a number for each of the model's labels: probabilities, unless the checkpoint says otherwise.
@@ -127,7 +127,7 @@ class ClassificationOutput:
 
 @dataclass(slots=True)
 class ScoreOutput:
-    """How well two texts fit each other.
+    """The score of a pair of texts.
 
     Attributes:
         score: of a reranker or a cross encoder from 0 to 1, unless the checkpoint says otherwise; of embeddings their
@@ -151,10 +151,9 @@ class TokenScore(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class SequenceOutput:
-    """What one step gave one sequence: the engine's message to the fronts.
-
-    Every sequence is reported on until `finish_reason` is set, exactly once. `first_scheduled_time` and what begins
-    with `num_` are the sequence's own, counted from its start; its request's metrics are made from them.
+    """One sequence's output of one step: the engine's message to the fronts. Every sequence is reported until
+    `finish_reason` is set, exactly once. `first_scheduled_time` and the fields `num_…` count for the sequence from its
+    start; its request's metrics are computed from them.
 
     Attributes:
         scores: of the new tokens, if the request asks for `logprobs`.

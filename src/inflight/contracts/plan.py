@@ -35,7 +35,7 @@ class SlotAssignment:
         stop_token_ids: EOS ids included; not chosen before `params.min_tokens` output tokens.
         bad_words: texts that its output never contains.
         adapter: the digest of its adapter; None: none.
-        text: what to pool; None: tokens are sampled.
+        text: the pooling of its text; None: tokens are sampled.
     """
 
     slot: int

@@ -150,7 +150,7 @@ def sum_of(stats: Iterable[EngineStats]) -> EngineStats:
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordTo:
-    """Where an engine records its steps.
+    """The recording options of an engine.
 
     Attributes:
         path: the newest file; older ones have a number appended.

@@ -16,7 +16,7 @@ Address: TypeAlias = Annotated[str, Meta(description="an address such as 'tcp://
 @strict_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KVEvents:
-    """Where an engine publishes events of its prefix cache, for routers and indexers, over ZeroMQ in vLLM's format.
+    """The endpoints for prefix-cache events, which routers and indexers read over ZeroMQ in vLLM's format.
 
     Attributes:
         endpoint: of the PUB socket, such as "tcp://*:5557". With a `*`, and for ipc, the engine binds it; else it

@@ -53,7 +53,7 @@ class AcceptedRequest:
 
     @property
     def params(self) -> SamplingParams:
-        """How its tokens are sampled and when it ends."""
+        """Its sampling parameters, resolved."""
         return self.request.params
 
 

@@ -124,7 +124,7 @@ class Engine:
     @observer.setter
     def observer(self, observer: Callable[[StepRecord], None] | None) -> None:
         if self._observer is None:
-            self._watch.start_over()  # what it has not seen, it cannot know
+            self._watch.start_over()  # it missed earlier steps
         self._observer = observer
 
     def _describe(self, tokenizer: Tokenizer | None) -> ModelInfo:

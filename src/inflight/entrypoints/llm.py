@@ -246,7 +246,7 @@ class LLM(PoolingCalls):
     ) -> Generator[TextDelta, None, None]:
         """Like `generate`, but yields deltas as they are generated, all prompts interleaved.
 
-        Prompts are checked before this returns. Closing the generator aborts what is unfinished.
+        Prompts are checked before this returns. Closing the generator aborts unfinished requests.
         """
         return self._run(self._open_stream(prompts, sampling_params, priority, adapter))
 

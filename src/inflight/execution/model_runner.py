@@ -199,7 +199,7 @@ def _until_wrong(chosen: list[int], span: Span) -> list[int]:
 def _num_finite(
     token_ids: Sequence[int], scores: Sequence[TokenScore], prompt_scores: Sequence[TokenScore]
 ) -> int | None:
-    """How many of a span's tokens precede the first row without finite logits; None: all rows are finite."""
+    """The number of a span's tokens before the first row without finite logits; None: all rows are finite."""
     if any(isnan(each.logprob) for each in prompt_scores):
         return 0
     if INVALID_TOKEN in token_ids:

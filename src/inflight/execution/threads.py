@@ -36,7 +36,7 @@ class ComputeThreads:
 
 
 def num_threads() -> int:
-    """How many threads a step has in this context."""
+    """The number of threads of a step in this context."""
     return _of_steps.get() or torch.get_num_threads()
 
 

@@ -80,7 +80,7 @@ class TensorEntry:
 
     @property
     def num_elements(self) -> int:
-        """How many there are."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -136,8 +136,8 @@ class GgufHeader:
 
 MAX_LAST = 8
 _last: dict[tuple[Path, int], tuple[int, bytes, int, GgufHeader]] = {}
-"""What was read last, by path and longest array: the bytes of the header, their digest, the file's size, the header.
-(One start reads a header several times, and a vocabulary takes a tenth of a second.)"""
+"""A cache of headers, by path and longest array: the header's bytes, their digest, the file's size, the header. (A
+start reads a header several times, and a vocabulary takes a tenth of a second.)"""
 
 
 def _read(path: Path, longest: int) -> GgufHeader:

@@ -65,7 +65,7 @@ class MaskWorker:
         return self._thread.submit(self._compute, list(matchers))
 
     def stop(self) -> None:
-        """Finish what was started and end the threads."""
+        """Finish started work and end the threads."""
         self._thread.shutdown()
 
     def _compute(self, matchers: list[GrammarMatcher]) -> StepMasks:
@@ -170,7 +170,7 @@ class Constraints:
         """Return the tokens forced by a sequence's grammar (see `GrammarMatcher.forced`).
 
         Args:
-            output: what the sequence has generated.
+            output: the sequence's generated tokens.
         """
         return self._at(sequence_id, output).forced()
 

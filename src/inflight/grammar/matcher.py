@@ -48,7 +48,7 @@ class GrammarMatcher:
         return self._vocabulary.has(token_id) and self._matcher.try_consume_tokens([token_id]) == 1
 
     def num_allowed(self, token_ids: Sequence[int]) -> int:
-        """How many of these tokens, from the first, the grammar allows next, without EOS; does not advance."""
+        """The number of these tokens, from the first, that the grammar allows next, without EOS; does not advance."""
         if self._is_ended:
             return 0
         known = list(takewhile(self._vocabulary.has, token_ids))

@@ -88,4 +88,4 @@ def _call() -> None:
             function()
         except Exception:
             logger.exception("a finalizer failed")
-        del function  # with what it refers to
+        del function  # and its references

@@ -10,7 +10,7 @@ from math import inf
 from pathlib import Path
 
 SYSTEM = Path("/")
-"""Where `/proc` and `/sys` are."""
+"""The folder that contains `/proc` and `/sys`."""
 
 
 @dataclass(frozen=True, slots=True)

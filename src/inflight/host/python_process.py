@@ -59,7 +59,7 @@ def take_over_standard_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def ending(code: int) -> str:
-    """How a process ended, such as "was killed by SIGKILL"."""
+    """A description of a process's exit, such as "was killed by SIGKILL"."""
     if code >= 0:
         return f"ended with exit code {code}"
     with suppress(ValueError):

@@ -1,6 +1,6 @@
 """Rung 1, static batching: waves of requests, left-padded into a rectangle, each wave as long as its longest request.
 
-This is what a plain `model.generate` over a batch does. A request that is done keeps its slot until the whole wave is
+A plain `model.generate` over a batch works like this. A request that is done keeps its slot until the whole wave is
 done (its row goes on computing unused tokens), and waiting requests wait for the longest request of the wave.
 """
 

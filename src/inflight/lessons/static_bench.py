@@ -252,7 +252,7 @@ def _run(method: Method, requests: Sequence[LessonRequest], advance: Advance) ->
 def _generate_waves(
     model: PreTrainedModel, requests: Sequence[LessonRequest], advance: Advance
 ) -> tuple[int, list[list[int]]]:
-    """Does what a user of plain `transformers` would: `model.generate` over one left-padded wave after the other."""
+    """Batching with plain `transformers`: `model.generate` over one left-padded wave after the other."""
     num_steps, token_ids = 0, []
     for first in range(0, len(requests), NUM_SLOTS):
         wave = requests[first : first + NUM_SLOTS]

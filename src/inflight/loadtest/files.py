@@ -1,4 +1,4 @@
-"""Reads requests from files: prompts, conversations, and traces with arrival times. Decides what a line may contain.
+"""Reads requests from files: prompts, conversations, and traces with arrival times. Decides the contents of a line.
 
 Errors name the line and say what would be accepted.
 """

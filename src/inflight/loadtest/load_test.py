@@ -131,7 +131,7 @@ class LoadPlan:
 
 @dataclass(frozen=True, slots=True)
 class LoadResult:
-    """The result of a load test: what the server accepts, a record of each request, and the report."""
+    """The result of a load test: the server's supported fields, a record of each request, and the report."""
 
     dialect: Dialect
     records: list[RequestRecord]
@@ -147,7 +147,7 @@ async def load_test(
     watch: Callable[[Tally], None] = lambda tally: None,
     clock: Clock | None = None,
 ) -> LoadResult:
-    """Find out what the server accepts, send the planned requests, and measure.
+    """Detect the server's supported fields, send the planned requests, and measure.
 
     Args:
         say: receives notes for readers of the report.

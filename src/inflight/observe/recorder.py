@@ -58,7 +58,7 @@ class RotatingRecorder:
             self._trying(lambda: self._observe(record))
 
     def flush(self) -> None:
-        """Write what is still buffered."""
+        """Write the buffer."""
         if self._recorder is not None:
             self._trying(self._recorder.flush)
             self._last_flush = self._clock()

@@ -279,7 +279,7 @@ class StepDrawing:
 
 
 def _with_gaps(columns: list[Place]) -> Iterator[tuple[Place, str]]:
-    """Yield each column and what is drawn before it: a space where another sequence begins."""
+    """Yield each column and its separator: a space where another sequence begins."""
     group = 0
     for column in columns:
         yield column, "" if column.group == group else " "

@@ -37,7 +37,7 @@ class Lane:
 
     Attributes:
         request: the request that held the slot.
-        use: what the slot did.
+        use: the slot's work.
         num_tokens: how many tokens it fed to the model.
         num_padding: how many of those tokens were useless.
         num_keys: keys for each of its tokens, including the token's own.
@@ -80,7 +80,7 @@ class Timeline:
             yield line
 
     def _main_use(self, slot: int, first: int, last: int) -> str:
-        """Return what a slot mostly did in these steps; a prefill is always shown."""
+        """Return a slot's main work in these steps; a prefill takes precedence."""
         uses = Counter(step[slot].use if slot in step else "idle" for step in self.steps[first:last])
         return "prefill" if "prefill" in uses else uses.most_common(1)[0][0]
 

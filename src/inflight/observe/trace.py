@@ -112,7 +112,7 @@ def start_of(recording: Recording) -> float:
 
 
 def num_lanes(recording: Recording) -> int:
-    """How many lanes to draw: one for each slot up to the last that ever ran a sequence, at least one."""
+    """The number of lanes: one for each slot up to the last that ever ran a sequence, at least one."""
     return 1 + max((span.slot for step in recording.steps for span in step.spans), default=0)
 
 

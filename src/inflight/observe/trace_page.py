@@ -98,7 +98,7 @@ def write_page(recording: Recording, path: Path, title: str) -> None:
 
 
 def page_data(recording: Recording) -> dict[str, Any]:
-    """Return what the script draws: times in microseconds, everything else by step or as lists of numbers."""
+    """Return the script's data: times in microseconds, everything else by step or as lists of numbers."""
     steps, begin = recording.steps, start_of(recording)
     requests: dict[str, int] = {}
     drawn = [

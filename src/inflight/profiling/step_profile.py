@@ -45,7 +45,7 @@ class ProfilePart:
 
     @property
     def times_floor(self) -> float | None:
-        """How many times longer than its floor the part takes; see `times`."""
+        """The part's time divided by its floor; see `times`."""
         return times(self.seconds, self.floor_seconds)
 
 
@@ -81,7 +81,7 @@ class StepProfile:
 
     @property
     def times_floor(self) -> float | None:
-        """How many times longer a step takes than reading weights and cache once; see `times`."""
+        """A step's time divided by that of reading weights and cache once; see `times`."""
         return times(self.step_seconds, self.floor_seconds)
 
     @property

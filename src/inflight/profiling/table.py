@@ -53,7 +53,7 @@ NOTABLE_CORRECTION = 0.1
 
 
 def profile_table(profile: StepProfile) -> RenderableType:
-    """Return what was measured, then a row for each part, then the whole step."""
+    """Return the measurement's settings, then a row for each part, then the whole step."""
     model, machine, work = profile.model, profile.machine, profile.work
     setting = Table(show_header=False, box=None, pad_edge=False)
     dtype = model.dtype if model.quantization is None else f"{model.dtype} and {model.quantization} weights"

@@ -56,12 +56,12 @@ class GenerateText(RowEngine):
 
 
 class InflightProcessorConfig(ProcessorConfig):
-    """What `ray.data.llm.build_processor` makes a processor from; rows and new columns are those of `GenerateText`.
+    """The configuration for `ray.data.llm.build_processor`; rows and new columns are those of `GenerateText`.
 
     Attributes:
         model_source: a hub id, or a folder that every node has; None is the small embedded model.
         tokenizer, sampling_params, engine: as of `RowEngine`.
-        concurrency: how many engines, or the least and the most of them.
+        concurrency: the number of engines, or the minimum and the maximum.
         batch_size, max_concurrent_batches: rows go to an engine in batches, of which this many are in flight at once.
         num_cpus: CPUs that Ray reserves for each engine, which has as many threads. By default an engine uses all cores
             of the machine on which the processor is built, and one of them is not reserved: otherwise the tasks that

@@ -35,7 +35,7 @@ def options_in_actor(engine: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def threads_of(engine: Mapping[str, Any], num_cpus: int) -> int:
-    """How many threads an engine has on `num_cpus`: in each of its ranks, if it has several."""
+    """An engine's number of threads on `num_cpus`: per rank, if it has several."""
     return max(1, num_cpus // int(engine.get("tensor_parallel_size", 1)))
 
 

@@ -151,7 +151,7 @@ class BlockPool:
         return bytes(states)
 
     def num_times_taken(self, block: int) -> int:
-        """How often this block was reallocated: while this stays the same, so does a full block's content.
+        """The number of reallocations of this block: while it stays the same, so does a full block's content.
         Thread-safe."""
         return self._num_times_taken[block]
 

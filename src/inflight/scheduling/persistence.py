@@ -161,7 +161,7 @@ class Persistence:
         return True
 
     def _starts(self, sequence: Sequence) -> range:
-        """Where its full blocks begin. The last token is never among them, because it is always computed."""
+        """The first position of each full block. The last token is excluded, because it is always computed."""
         size = self._block_pool.block_size
         return range(0, (len(sequence.token_ids) - 1) // size * size, size)
 

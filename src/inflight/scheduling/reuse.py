@@ -82,8 +82,8 @@ class Reuse:
         return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
 
     def _num_usable(self, sequence: Sequence, nodes: SequenceOf[PrefixNode]) -> int:
-        """How many of the nodes after a sequence's blocks can be shared: every cache group must have all blocks that a
-        query after the last of them sees."""
+        """The number of nodes after a sequence's blocks that can be shared: every cache group must have all blocks that
+        a query after the last of them sees."""
         num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
         num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # at the end, without a gap
         for number, node in enumerate(nodes, 1):
@@ -128,8 +128,8 @@ class Reuse:
         self._take_over(sequence, num_tokens)
 
     def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
-        """How many blocks a waiting sequence lacks for all its tokens; and, if any, the used blocks that it would
-        share."""
+        """The number of blocks that a waiting sequence lacks for all its tokens; and, if any, the used blocks that it
+        would share."""
         pool = self.block_pool
         num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - pool.num_available
         if num_missing <= 0:

@@ -411,7 +411,8 @@ class Scheduler:
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
-        """How many tokens of a sequence fit the budget; while its prompt is scored, also the limit of logit rows."""
+        """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
+        rows."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
         length = min(sequence.num_uncomputed_tokens, budget)
@@ -483,7 +484,7 @@ class Scheduler:
     # ---------------------------------------------------------------------------------------- releasing
 
     def _release_step(self, plan: StepPlan) -> None:
-        """The step in flight is over: release what it held."""
+        """Release the resources of the step in flight at its end."""
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None

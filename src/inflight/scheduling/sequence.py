@@ -133,7 +133,8 @@ class Sequence:
         return len(self.token_ids) - len(new_token_ids) <= length < len(self.token_ids)
 
     def append(self, sampled: SequenceOf[int]) -> list[int]:
-        """Append tokens up to the one that finishes the sequence, set `finish_reason`, and return what was appended."""
+        """Append tokens up to the one that finishes the sequence, set `finish_reason`, and return the appended
+        tokens."""
         request = self.request
         taken: list[int] = []
         for token in sampled:

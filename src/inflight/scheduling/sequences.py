@@ -81,7 +81,7 @@ class WaitingQueue:
         self._heaps: dict[int, list[Rank]] = {}  # by residue; stale entries are dropped when they come up
         self._num_entries = 0
         self.num_in_background = 0
-        """How many of them are in the background."""
+        """The number of background sequences."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -142,7 +142,7 @@ class Slots:
 
     @property
     def num_free(self) -> int:
-        """How many are free."""
+        """The number of free slots."""
         return len(self._free)
 
     def take(self) -> int:

@@ -1,6 +1,6 @@
 """The list of all endpoints, used by applications, routing to models, refusals, limits, traces and batch jobs.
 
-A new endpoint is a handler in a room below and a row here.
+A new endpoint is a handler in a subpackage and a row here.
 """
 
 from collections.abc import Awaitable, Callable, Mapping

@@ -41,7 +41,7 @@ def listen(host: str, port: int, max_stall: float) -> socket.socket:
 
     Args:
         max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
-            accepts no data, and drops what was still to be sent.
+            accepts no data, and drops unsent data.
 
     Raises:
         OSError: the address is not available.

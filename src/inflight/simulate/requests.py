@@ -17,7 +17,7 @@ from inflight.observe.run_report import sequence_times
 Shape: TypeAlias = Literal["fixed", "uniform", "exponential", "lognormal"]
 VOCABULARY = 50_000
 CHUNK = 4096
-"""How many requests' lengths and times are drawn at once."""
+"""The number of requests whose lengths and times are drawn at once."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
 """Proposes draft tokens, and decides how many are worth their rows. Knows tokens and plans, no tensor.
 
 - `Speculation`: asks its drafters, and decides by cost how many draft tokens a step verifies.
-- `Drafter`: one source of draft tokens. `Lookup`: what followed the same tokens before. `Constrained`: what a grammar
-  allows.
+- `Drafter`: one source of draft tokens. `Lookup`: the tokens that followed the same tokens before. `Constrained`: what
+  a grammar allows.
 - `DraftModelProposer`: those of a draft model, on the blocks of the model's own sequences (`DraftCache`).
 """
 

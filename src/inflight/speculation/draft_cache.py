@@ -2,7 +2,7 @@
 
 The draft model has its own cache, with the target model's block numbers (and as many more for each further cache
 group). So it needs no block tables of its own: blocks shared, forked, preempted or evicted there are so here. It only
-records what is computed: for each place, a hash of all tokens up to the one whose keys and values are there.
+records the computed tokens: for each place, a hash of all tokens up to the one whose keys and values are there.
 
 Draft tokens beyond a sequence's blocks go to spare blocks of its slot.
 """
@@ -45,7 +45,7 @@ class DraftLayout:
 
 
 class DraftCache:
-    """What was computed, by block."""
+    """The hashes of the draft model's computed tokens, by block."""
 
     def __init__(self, layout: DraftLayout) -> None:
         self.layout = layout
@@ -65,7 +65,7 @@ class DraftCache:
         return array("i", (np.frombuffer(table, dtype=np.int32) + group * self.layout.num_draft_blocks).tobytes())
 
     def num_seen(self, table: BlockTable, hashes: Sequence[int]) -> int:
-        """How many of a sequence's first tokens are computed.
+        """The number of a sequence's first tokens that are computed.
 
         Args:
             hashes: of each token and all before it (see `extend`).

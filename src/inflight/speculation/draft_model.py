@@ -238,7 +238,7 @@ class DraftModelProposer:
         return going_on
 
     def _num_lasting(self, draft: Draft, num_tokens: int) -> int:
-        """How many of a sequence's first tokens need no recomputation."""
+        """The number of a sequence's first tokens that need no recomputation."""
         return num_tokens if self._keeps_drafts else min(num_tokens, len(draft.candidate.token_ids))
 
     def _assignments(self, candidates: Iterable[Candidate]) -> Iterator[SlotAssignment]:

@@ -22,7 +22,7 @@ SEQUENCE_MEMORY = 0.9
 PRIOR_WEIGHT = 3.0
 """The weight of all sequences' outcomes, in outcomes of the sequence's own."""
 LONGEST_TRIED = 32
-"""How many draft tokens are compared with the tokens that came."""
+"""The maximum number of draft tokens that are compared with the actual tokens."""
 LEAST_CHANCE = 0.02
 """A draft ends where it is less likely than this that all of it is right."""
 MAX_RECENT_TOKENS = 1 << 16
@@ -33,7 +33,7 @@ BEGINNING, END = -2, -3
 
 
 class SuffixOutcomes:
-    """How often draft tokens were right, by the length of the suffix that they follow; old outcomes fade."""
+    """Acceptance rates of draft tokens by the length of the matched suffix; old outcomes fade."""
 
     def __init__(self, memory: float) -> None:
         self._memory = memory

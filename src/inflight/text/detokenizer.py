@@ -52,7 +52,7 @@ class IncrementalDetokenizer:
         return "".join(self._advance(groups[start : start + step]) for start in range(0, len(groups), step))
 
     def finish(self) -> str:
-        """Return what was held back, with U+FFFD for a character that was never completed."""
+        """Return the text held back, with U+FFFD for an incomplete character."""
         delta = self._advance(self._byte_joiner.flush()) + self._text[self._num_shown :]
         self._num_shown = len(self._text)
         return delta

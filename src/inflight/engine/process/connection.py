@@ -36,7 +36,7 @@ class Connection(Protocol):
         """Kill the engine, if possible."""
 
     def ending(self) -> str:
-        """How it ended, such as "was killed by SIGKILL". Call it after the last event."""
+        """The process's exit, such as "was killed by SIGKILL". Call it after the last event."""
 
 
 class ProcessConnection:

@@ -42,7 +42,7 @@ from inflight.engine.step_feedback import PrefillLimit
 logger = logging.getLogger(__name__)
 
 NUM_COMPILING = 2
-"""How many requests are compiled at a time."""
+"""The number of grammars that are compiled in parallel."""
 
 MOST_AT_ONCE = 64
 """Most commands executed between two steps: a large request takes a millisecond, and streams wait."""

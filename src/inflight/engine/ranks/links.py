@@ -89,5 +89,5 @@ class ProcessLink(StreamLink):
         self._process = process
 
     def ending(self) -> str:
-        """How the process ended, such as "was killed by SIGKILL"."""
+        """The process's exit, such as "was killed by SIGKILL"."""
         return ending(self._process.wait())

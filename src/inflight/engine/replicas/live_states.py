@@ -16,7 +16,7 @@ from inflight.engine.process.protocol import AskLive
 from inflight.engine.process.session import Session
 
 MOST_ENDED = 256
-"""How many finished requests keep their names: engines report their last steps a little later."""
+"""The number of finished requests that keep their names, because engines report their last steps a little later."""
 
 SECONDS_TO_ANSWER = 1.0
 """An engine that takes longer is in a long step, and is left out."""
@@ -88,7 +88,7 @@ async def _look(session: Session, record_to: RecordTo | None) -> LiveState:
 
 
 def recording_of(record_to: RecordTo, number: int, num_engines: int) -> RecordTo:
-    """Where one of several engines records its steps: each has its own file."""
+    """The recording options of one of several engines: each has its own file."""
     if num_engines == 1:
         return record_to
     path = Path(record_to.path)

@@ -1,8 +1,8 @@
 """`Router`: chooses the replica for a request. Pure: shared by the server and the simulator.
 
-It knows what it sent where, and when first tokens and ends came back. From these it derives each replica's load (tokens
-owed, sequences running) and probable prefix cache: the full blocks of its requests, up to the cache's size, evicted
-least recently used first.
+It records all sent requests, and the times of their first tokens and ends. From these it derives each replica's load
+(tokens owed, sequences running) and probable prefix cache: the full blocks of its requests, up to the cache's size,
+evicted least recently used first.
 
 "prefix" minimises the expected time to first token. This weighs cached prefixes against load in seconds, so a session
 stays where its history is until recomputing it elsewhere is faster. It compares the replica with the longest prefix and

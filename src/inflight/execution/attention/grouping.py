@@ -122,7 +122,7 @@ def _kept_by(spec: AttentionSpec, max_model_len: int) -> CacheGroup:
 def _parts_of_blocks(
     calls: Mapping[CacheGroup, Sequence[AttentionSpec]], bytes_per_block: Callable[[AttentionSpec], int]
 ) -> dict[CacheGroup, int] | None:
-    """How many calls of each kind take as many bytes of keys and of values as one of the largest; None if there is no
+    """The number of calls of each kind whose keys and values take the bytes of one of the largest; None if there is no
     such number, or if calls of one kind differ."""
     if len(calls) == 1:
         return dict.fromkeys(calls, 1)

@@ -22,7 +22,7 @@ def may_attend(
     *,
     is_causal: bool = True,
 ) -> torch.Tensor:
-    """Which keys of its own sequence a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
+    """The keys of its own sequence that a query may see: `[..., L, K]` bool from positions `[..., L]` and `[..., K]`.
 
     If causal, a key must not come after the query; a window and a chunk restrict it further (see `AttentionSpec`).
     """

@@ -33,7 +33,7 @@ class Executor(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What it can do with this model."""
+        """Its features for this model."""
         ...
 
     @property

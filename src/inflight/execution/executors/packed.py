@@ -35,7 +35,7 @@ TYPE_SHIFT = 20
 
 @dataclass(frozen=True, slots=True)
 class Counting:
-    """How positions are counted.
+    """The rule by which positions are counted.
 
     Attributes:
         padding: the padding token's id, from which positions count, and which is every padding token's position

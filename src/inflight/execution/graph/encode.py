@@ -180,7 +180,7 @@ class CompiledGraph:
     at least 1.
 
     Attributes:
-        program: what it runs.
+        program: the compiled program.
     """
 
     def __init__(self, program: EncodedProgram) -> None:

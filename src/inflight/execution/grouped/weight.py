@@ -166,7 +166,7 @@ class GroupedRows:
     Attributes:
         words: of its layout.
         dtype: of the rows.
-        scales: None: what is read was not rounded for it.
+        scales: always None: the rows are already scaled.
     """
 
     words: list[int]
@@ -252,7 +252,7 @@ class GroupedWeight(torch.Tensor):
 
     @property
     def stored_rows(self) -> "GroupedRows":
-        """What reads the rows of a weight `[out, in]`."""
+        """A reader of the rows of a weight `[out, in]`."""
         return GroupedRows(self.grouping.words, self.matrices[0], *self.matrix_shape, self.dtype)
 
     def like(self, **changes: Any) -> "GroupedWeight":

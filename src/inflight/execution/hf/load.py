@@ -285,7 +285,7 @@ def _rebound(function: FunctionType, memo: dict[int, Any]) -> FunctionType:
     caller's model, and `deepcopy` does not copy functions.)
 
     Args:
-        memo: `deepcopy`'s, with the copies of what is the caller's.
+        memo: `deepcopy`'s, with the copies of the caller's objects.
     """
 
     def of_the_copy(value: Any) -> Any:

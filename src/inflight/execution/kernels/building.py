@@ -60,12 +60,12 @@ TARGETS = {  # the last one that runs is the best
 
 
 def carried_kernels_name(target: BuildTarget) -> str:
-    """Where a wheel has the kernels for `target` in this folder."""
+    """The path of the kernels for `target` in a wheel's folder."""
     return f"carried/{target.name}.so"
 
 
 def carried_bridge_name(torch_version: str = torch.__version__) -> str:
-    """Where a wheel has the bridge for a version of torch in this folder. Torch's C++ interface changes between
+    """The path of the bridge for a version of torch in a wheel's folder. Torch's C++ interface changes between
     versions, but not with CUDA support."""
     return f"carried/torch-{torch_version.partition('+')[0]}.so"
 

@@ -153,7 +153,7 @@ def _may_use_matrix_unit() -> bool:
 
 
 def instruction_sets() -> str:
-    """What this CPU can do, as the operating system reports it."""
+    """The features of this CPU, as the operating system reports them."""
     lines = Path("/proc/cpuinfo").read_text().split("\n")
     kinds = ("flags", "Features", "model name", "CPU part")
     return "\n".join(sorted({line for line in lines if line.startswith(kinds)}))

@@ -198,7 +198,7 @@ struct Tiled {
   void run_panel(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
                  int64_t first_output, const Finish<Output>& finish) {
     const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
-    // What each group prefetches: a share of the next panel; if this one is read only once, what follows soon.
+    // Each group prefetches a share of the next panel, or of the following bytes if this panel is read only once.
     const int64_t next_bytes = steps * kPanelBytes / num_groups;
     const char* next = reinterpret_cast<const char*>(panel) + (num_groups > 1 ? steps * kPanelBytes : kBytesAhead);
     for (int64_t row = 0; row < num_rows; row += kGroupRows, next += next_bytes) {

@@ -80,7 +80,7 @@ class ChosenExecutor:
 
 @dataclass(frozen=True, slots=True)
 class Preparation:
-    """What preparation found, as plain data for the next load of the same files.
+    """The results of a preparation, as plain data for the next load of the same files.
 
     Attributes:
         result, proved_on, report: as in `ChosenExecutor`.

@@ -221,7 +221,7 @@ def prepack_weights(
     """Replace the experts and linear layers of `model` by prepacked ones.
 
     Args:
-        calls: what a forward pass does with linear layers; None: one is watched.
+        calls: the linear layer calls of a forward pass; None: one is traced.
         release: called with each weight.
 
     Returns the calls."""

@@ -157,7 +157,7 @@ def _keeps_bits(router: nn.Module, hidden_states: torch.Tensor, min_rows: int) -
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
-    """Those in what a router returns."""
+    """The tensors in a router's result."""
     return [each for each in (given if isinstance(given, tuple) else (given,)) if isinstance(each, torch.Tensor)]
 
 

@@ -50,7 +50,7 @@ PROOF_BLOCK_SIZE = 4
 NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
 PADDING_PLACE = 4
-"""Where proof prompts have the model's padding token, which is a token like any other."""
+"""The positions of the model's padding token in proof prompts, where it is an ordinary token."""
 MIN_EFFECT = 20
 """The least ratio of the context's effect to the error."""
 

@@ -92,7 +92,7 @@ def proof_key(model: PreTrainedModel, config: EngineConfig) -> str | None:
     try:
         return _digest(model, config)
     except Exception as error:
-        logger.debug("what is proved of %s cannot be cached: %r", type(model).__name__, error)
+        logger.debug("the proof of %s cannot be cached: %r", type(model).__name__, error)
         return None
 
 

@@ -125,8 +125,8 @@ def _fewer_layers(config: PreTrainedConfig, model: PreTrainedModel, of_each_kind
 
 
 def _num_first(model: PreTrainedModel, of_each_kind: int) -> int:
-    """How many of the first layers include `of_each_kind` of every kind, or all of a kind. A layer's kind is its type
-    and the classes of its modules."""
+    """The number of first layers that include `of_each_kind` of every kind, or all of a kind. A layer's kind is its
+    type and the classes of its modules."""
     config = model.config.get_text_config()
     kinds: list[object] = list(getattr(config, "layer_types", None) or [None] * config.num_hidden_layers)
     for module in model.modules():

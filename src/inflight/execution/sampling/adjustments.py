@@ -85,7 +85,7 @@ class Edits(NamedTuple):
 
     Attributes:
         forbidden: token ids to exclude.
-        biased, biases: token ids, and what to add to each.
+        biased, biases: token ids, and the bias of each.
         seen, factors, taken: token ids of the sequence, the repetition penalty of each, and the amount to subtract.
     """
 

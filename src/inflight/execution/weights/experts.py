@@ -205,7 +205,7 @@ def has_own_experts(model: PreTrainedModel) -> bool:
 
 
 class RouterRows(Enum):
-    """How a router's rows are padded."""
+    """The padding of a router's rows."""
 
     AS_GIVEN = "as given"
     IN_A_BATCH = "in a batch"

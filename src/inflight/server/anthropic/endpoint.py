@@ -32,8 +32,8 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     service.adapter_of(body.model)
     info = await service.generating_info()
     size = len(await request.body())
-    chat, thinking = body.for_template(service.settings), body.wanted_thinking
-    written = await off_loop(size, lambda: service.written(chat, info, "messages", thinking))
+    chat, options = body.for_template(service.settings), body.reasoning_options
+    written = await off_loop(size, lambda: service.written(chat, info, "messages", options))
     return json_response({"input_tokens": len(written.token_ids)})
 
 

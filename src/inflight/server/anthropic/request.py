@@ -10,7 +10,7 @@ from typing_extensions import TypedDict
 
 from inflight.contracts.params import MAX_COUNT
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, MAX_EFFORT, Thinking
+from inflight.server.chat_format.chat_template import DEFAULT_REASONING, MAX_EFFORT, ReasoningOptions
 from inflight.server.chat_format.tools import (
     MAX_TOOLS,
     FunctionDefinition,
@@ -277,15 +277,15 @@ class CountRequest(Cached):
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
-    def wanted_thinking(self) -> Thinking:
+    def reasoning_options(self) -> ReasoningOptions:
         """The request's reasoning options."""
         kind = None if self.thinking is None else self.thinking.type
-        is_wanted = {"enabled": True, "disabled": False}.get(kind or "")
+        is_enabled = {"enabled": True, "disabled": False}.get(kind or "")
         effort = None if self.output_config is None else self.output_config.effort
         budget = None if self.thinking is None else self.thinking.budget_tokens
-        if is_wanted is None and effort is None and budget is None:
-            return AS_THE_MODEL_WANTS
-        return Thinking(is_wanted, effort, budget, "thinking")
+        if is_enabled is None and effort is None and budget is None:
+            return DEFAULT_REASONING
+        return ReasoningOptions(is_enabled, effort, budget, "thinking")
 
     @property
     def tool_fields(self) -> ToolFields:

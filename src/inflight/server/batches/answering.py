@@ -52,7 +52,7 @@ class AppAnswerer:
             "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         }
         status, pieces = 500, list[bytes]()
-        with suppress(Exception):  # the application raises what it has answered with a status of 500, too
+        with suppress(Exception):  # the application also raises errors that it answered with status 500
             async with aclosing(answered(self._app, scope, body)) as answer:
                 async for messages in answer:
                     for message in messages:

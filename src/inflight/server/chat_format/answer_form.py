@@ -14,7 +14,7 @@ from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
 from inflight.server.chat_format.call_grammar import Schema, calls_grammar, schema_of
-from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking
+from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions
 from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
 from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.chat_format.tools import Tool, ToolFields
@@ -24,7 +24,7 @@ from inflight.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, slots=True)
 class AnswerForm:
-    """How a request's texts are written and read.
+    """The formats of a request's prompt and answer.
 
     Attributes:
         make_reader: makes a reader for one text.
@@ -52,7 +52,7 @@ def answer_form(
     prompt: str,
     chat_template: str | None = None,
     parser_name: str | None = None,
-    thinking: Thinking = AS_THE_MODEL_WANTS,
+    reasoning_options: ReasoningOptions = DEFAULT_REASONING,
 ) -> AnswerForm | None:
     """Return the form for a request with these fields; None if its text is plain content.
 
@@ -61,7 +61,7 @@ def answer_form(
         prompt: the chat as text.
         chat_template: the request's own, instead of the tokenizer's.
         parser_name: the notation of calls that the operator chose, one of `CALL_FORMATS`.
-        thinking: limits the model's reasoning.
+        reasoning_options: limits the model's reasoning.
 
     Raises:
         ApiError: the model does not support it, or a schema is invalid.
@@ -83,7 +83,7 @@ def answer_form(
         return None
     return AnswerForm(
         make_reader,
-        _after_reasoning(form, reading, prompt, thinking, mark),
+        _after_reasoning(form, reading, prompt, reasoning_options, mark),
         bool(reading.special_token_ids(tokenizer)),
         reading.leading_reasoning(prompt),
     )
@@ -116,16 +116,20 @@ def _with_calls(
 
 
 def _after_reasoning(
-    form: StructuredOutput | None, template: AnswerTemplate, prompt: str, thinking: Thinking, mark: str = ""
+    form: StructuredOutput | None,
+    template: AnswerTemplate,
+    prompt: str,
+    reasoning_options: ReasoningOptions,
+    mark: str = "",
 ) -> StructuredOutput | None:
     """Return a form that the model keeps to after its reasoning; None: free text, and reasoning of any length.
 
     Args:
         mark: what must stand before the text of this form.
     """
-    if form is None and thinking.most_tokens is None:
+    if form is None and reasoning_options.max_tokens is None:
         return None
-    reasoning = template.leading_reasoning(prompt, thinking.most_tokens)
+    reasoning = template.leading_reasoning(prompt, reasoning_options.max_tokens)
     if reasoning is not None and mark:
         reasoning = replace(reasoning, end=reasoning.end + mark, otherwise=mark)
     if form is not None:

@@ -216,7 +216,7 @@ def marked_arguments(
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """What the schema of each value needs of the whole."""
+    """The parts of the whole schema that each value's schema needs."""
     return {name: schema[name] for name in ("$defs", "definitions", "x-guidance") if name in schema}
 
 

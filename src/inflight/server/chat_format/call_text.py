@@ -1,4 +1,4 @@
-"""`CallText`: the text of one call, as a response template describes it: where it may end, and what it says.
+"""`CallText`: the text of one call, as a response template describes it: its end and its content.
 
 Decides which closing marks belong to a value. JSON says itself where it ends, and its arguments are passed on as they
 were written. In notations that put values between marks of their own, any mark may be part of a value: one that closes
@@ -57,7 +57,7 @@ class SearchBudget:
         self._left = MOST_SECONDS
 
     def search(self, field: str, find: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        """Return what a method of a compiled pattern returns; all matches of one that finds several.
+        """Return the result of a method of a compiled pattern; for a method that finds several matches, all of them.
 
         Args:
             field: where in the response template the pattern stands.
@@ -107,7 +107,7 @@ class ObjectScanner:
 
 
 class CallText:
-    """How calls are written.
+    """The notation of calls.
 
     Args:
         field: the field of calls.
@@ -198,7 +198,7 @@ class CallText:
         return read or None
 
     def _prepared(self, body: str, name: str | None) -> tuple[str, hf.ResponseTemplateField]:
-        """What is between a call's marks, so that the library reads all of it, and the field to read it by."""
+        """The text between a call's marks in a form that the library reads completely, and the field for it."""
         args = self.field.content_args
         if self._is_marked:
             return json.dumps(self._marked(body, name)), replace(self.field, content="json", content_args={})

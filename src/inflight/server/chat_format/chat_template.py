@@ -1,8 +1,7 @@
-"""`render_chat`: a conversation becomes the text that the model reads, by its chat template.
-
-`Thinking` is what the request says about reasoning. `forms_of` changes a history that the template refuses; one that it
-takes stays as it was sent, so that the text of earlier turns does not change and is found in the prefix cache. Knows no
-API: each has its own fields.
+"""`render_chat` turns a conversation into the prompt's text, by the chat template. `ReasoningOptions` are the request's
+options for reasoning. `forms_of` rewrites a history that the template refuses. Accepted histories stay unchanged, so
+that earlier turns keep their text and are found in the prefix cache. Independent of the APIs, each of which has its own
+fields.
 """
 
 import re
@@ -19,58 +18,58 @@ from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 MAX_EFFORT = 64
-"""Characters of the word for an effort."""
+"""Maximum characters of an effort."""
 
 _SWITCHES = (
     ("enable_thinking", re.compile(r"\benable_thinking\b")),
     ("thinking", re.compile(r"\b(?:not thinking|thinking is (?:not )?defined)\b")),
 )
-"""The variables by which chat templates are told whether the model thinks: Qwen's and GLM's, and DeepSeek's."""
+"""The variables of chat templates that turn reasoning on or off: Qwen's and GLM's, and DeepSeek's."""
 
 _EFFORT = re.compile(r"\breasoning_effort\b")
 _NO_EFFORT = re.compile(r"\breasoning_effort\b[^%}]{0,200}[\"']none[\"']")
 
 
 @dataclass(frozen=True, slots=True)
-class Thinking:
-    """What a request wants.
+class ReasoningOptions:
+    """A request's options for reasoning.
 
     Attributes:
-        is_wanted: whether the model is to think; None: as its chat template has it.
-        effort: how much, in the model's own words, such as "low"; None: as its chat template has it.
-        most_tokens: how many tokens reasoning may have, where its marks are known; None: any number.
+        is_enabled: whether the model reasons; None: the chat template's default.
+        effort: the effort in the model's terms, such as "low"; None: the chat template's default.
+        max_tokens: the maximum number of reasoning tokens, if the markers are known; None: no limit.
         param: the request's field, for error messages.
     """
 
-    is_wanted: bool | None = None
+    is_enabled: bool | None = None
     effort: str | None = None
-    most_tokens: int | None = None
+    max_tokens: int | None = None
     param: str = "reasoning_effort"
 
     def variables(self, chat_template: str) -> Mapping[str, Any]:
-        """Return what tells the chat template; nothing if it has no variable for it."""
+        """Return the chat template's variables for these options, as far as it has any."""
         variables: dict[str, Any] = {}
         if self.effort is not None:
             mention = _NO_EFFORT if self.effort == "none" else _EFFORT
             if mention.search(chat_template):
                 variables["reasoning_effort"] = self.effort
         switch = next((name for name, mention in _SWITCHES if mention.search(chat_template)), None)
-        if self.is_wanted is not None and switch is not None:
-            variables[switch] = self.is_wanted
+        if self.is_enabled is not None and switch is not None:
+            variables[switch] = self.is_enabled
         return variables
 
 
-AS_THE_MODEL_WANTS = Thinking()
+DEFAULT_REASONING = ReasoningOptions()
 
 
-def thinking_of(effort: str | None, param: str, budget: int | None) -> Thinking:
-    """Return what OpenAI's word for an effort means ("none": the model is not to think), and vLLM's
-    `thinking_token_budget`: the most tokens of reasoning; 0: the model is not to think."""
+def reasoning_options_from(effort: str | None, param: str, budget: int | None) -> ReasoningOptions:
+    """Convert OpenAI's effort ("none" turns reasoning off) and vLLM's `thinking_token_budget` (0 turns reasoning
+    off)."""
     if budget == 0:
-        return Thinking(is_wanted=False, param="thinking_token_budget")
+        return ReasoningOptions(is_enabled=False, param="thinking_token_budget")
     if effort is None and budget is None:
-        return AS_THE_MODEL_WANTS
-    return Thinking(None if effort is None else effort != "none", effort, budget, param)
+        return DEFAULT_REASONING
+    return ReasoningOptions(None if effort is None else effort != "none", effort, budget, param)
 
 
 History: TypeAlias = Sequence[Mapping[str, Any]]
@@ -113,7 +112,7 @@ def _with_objects(history: History) -> History:
 
 def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
     """Yield a history without that line, then, unless reading is strict, in forms that more templates take, each with
-    the names of what was changed."""
+    the names of the changes."""
     texts = [_CLIENT_LINE.sub("", each["content"]) if each["role"] == "system" else each["content"] for each in history]
     kept: History = [{**message, "content": text} for message, text in zip(history, texts, strict=True)]
     if kept != history:
@@ -130,13 +129,13 @@ def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
 
 
 def render_chat(
-    chat: Mapping[str, Any], tokenizer: Tokenizer | None, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
+    chat: Mapping[str, Any], tokenizer: Tokenizer | None, param: str, options: ReasoningOptions = DEFAULT_REASONING
 ) -> str:
-    """Return a chat as its chat template writes it; a history that the template refuses, in the next of `forms_of`
-    that it takes.
+    """Return a chat as text by its chat template. A history that the template refuses is rewritten to the first of
+    `forms_of` that it accepts.
 
     Args:
-        chat: a prompt of `AsyncLLM`. What it tells the chat template itself counts more than `thinking`.
+        chat: a prompt of `AsyncLLM`. Its own template variables take precedence over `options`.
         param: the request field that holds the messages.
 
     Raises:
@@ -145,7 +144,7 @@ def render_chat(
     refusal = None
     for form, changed in forms_of(chat["messages"]):
         try:
-            text = _written({**chat, "messages": form}, tokenizer, thinking)
+            text = _written({**chat, "messages": form}, tokenizer, options)
         except InvalidRequestError as error:
             refusal = refusal or error
             continue
@@ -155,19 +154,19 @@ def render_chat(
     raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
 
 
-def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, thinking: Thinking) -> str:
-    """Return the text. If the model is not to think, and its template cannot be told so, empty reasoning follows."""
-    if thinking is AS_THE_MODEL_WANTS or tokenizer is None:
+def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, options: ReasoningOptions) -> str:
+    """Return the text. If reasoning is off, and the template has no switch, empty reasoning follows."""
+    if options is DEFAULT_REASONING or tokenizer is None:
         return rendered_chat(chat, tokenizer)
     template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)
-    variables = thinking.variables(template)
+    variables = options.variables(template)
     text = rendered_chat(
         {**chat, "chat_template_kwargs": {**variables, **chat.get("chat_template_kwargs", {})}}, tokenizer
     )
     known = answer_template_of(tokenizer, template)
-    if variables or thinking.is_wanted is not False or known is None or not known.has_reasoning:
+    if variables or options.is_enabled is not False or known is None or not known.has_reasoning:
         return text
     if (empty := known.empty_reasoning(text)) is None:
-        message = f"{thinking.param} says that this model is not to think, and there is no way to tell it"
-        raise ApiError(400, message, param=thinking.param, code="unsupported_value")
+        message = f"{options.param} turns reasoning off, which is not supported for this model"
+        raise ApiError(400, message, param=options.param, code="unsupported_value")
     return text + empty

@@ -1,4 +1,4 @@
-"""How model families write their answers, and how a grammar makes them write calls: one `Family` each.
+"""Answer formats of model families, and their grammars of calls: one `Family` each.
 
 A family's response template (of `transformers`: a field for each kind of text, with its markers) follows its published
 chat template; a tokenizer's own response template takes precedence. A chat template's family is recognised by its

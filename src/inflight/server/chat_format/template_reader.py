@@ -129,7 +129,7 @@ class TemplateReader(Blocks):
         return all(isinstance(block, ReasoningBlock) for block in self.blocks)
 
     def _take(self, text: str, is_last: bool) -> None:
-        """Report what is certain after new text; at the end, also what was held back."""
+        """Report pieces that are certain after new text; at the end, also those held back."""
         self._text += text
         self._read(is_last=False)
         if not is_last:
@@ -216,7 +216,7 @@ class TemplateReader(Blocks):
     # ------------------------------------------------------------------------------------- calls
 
     def _read_call(self, call: _Call, is_last: bool) -> bool:
-        """Look for the end of a call; return whether it is certain what comes next."""
+        """Look for the end of a call; return whether the text after it is certain."""
         assert self._calls is not None
         if not self._is_in_reasoning:
             if self._calls.is_json:
@@ -277,7 +277,7 @@ class TemplateReader(Blocks):
         return True
 
     def _object_of(self, call: _Call, form: CallText, is_last: bool) -> tuple[Calls | None, int] | None:
-        """Return what the next object of JSON says, and its end, if that is certain (see `_Call.end`)."""
+        """Return the next JSON object and its end, if that is certain (see `_Call.end`)."""
         text, is_first = self._text, call.behind == call.mark.end()
         begun = (FIRST_OBJECT if is_first else NEXT_OBJECT).match(text, call.behind, partial=not is_last)
         if begun is None:

@@ -145,7 +145,7 @@ class LiveView:
 
     Attributes:
         history: must be one of the server's observers.
-        broadcast: what is sent to pages.
+        broadcast: the messages to pages.
         simulating: held by the one simulation that may run.
     """
 

@@ -48,7 +48,7 @@ class PoolMetrics(Middleware, RequestObserver):
         self._batches = BatchMetrics(NO_MODEL, self._registry)
 
     def watch(self, pool: ModelPool[ServedModel]) -> None:
-        """Report what a pool does."""
+        """Report the metrics of a pool."""
         self._registry.register(Loads(pool))
 
     def counted(self, name: str, load: ModelLoader[ServedModel]) -> ModelLoader[ServedModel]:

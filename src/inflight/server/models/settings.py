@@ -45,5 +45,5 @@ class PoolSettings:
 
     @property
     def num_loaded(self) -> int:
-        """How many models may be loaded at once."""
+        """The maximum number of loaded models."""
         return min(len(self.models), self.max_loaded_models or len(self.models))

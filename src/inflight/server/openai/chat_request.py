@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field
 
 from inflight.contracts.params import MAX_COUNT
-from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of
+from inflight.server.chat_format.chat_template import MAX_EFFORT, ReasoningOptions, reasoning_options_from
 from inflight.server.chat_format.tools import ToolFields, call_for_template, with_names
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields
 from inflight.server.serving.request_fields import ChatBody
@@ -70,8 +70,8 @@ class Message(StrictModel):
     """A message of a chat.
 
     Attributes:
-        reasoning_content, reasoning: what the assistant reasoned, under either name; most chat templates leave it
-            out unless tool calls follow it.
+        reasoning_content, reasoning: the assistant's reasoning, under either name; most chat templates leave it out
+            unless tool calls follow it.
         parsed: the content again, as `openai`'s client sends it back; ignored.
         thinking_blocks, provider_specific_fields: the reasoning again, as LiteLLM sends it back; ignored.
     """
@@ -216,8 +216,8 @@ class ChatRequest(SamplingFields, ToolFields, TemplateFields, ChatBody):
     include_reasoning: bool | None = None
 
     @property
-    def wanted_thinking(self) -> Thinking:
-        return thinking_of(self.reasoning_effort, "reasoning_effort", self.thinking_token_budget)
+    def reasoning_options(self) -> ReasoningOptions:
+        return reasoning_options_from(self.reasoning_effort, "reasoning_effort", self.thinking_token_budget)
 
     @property
     def predicted_text(self) -> str | None:

@@ -1,5 +1,4 @@
-"""What operators need around the server: keys, limits, request ids, logs, metrics, traces and graceful shutdown.
+"""Operations: keys, limits, request ids, logs, metrics, traces and graceful shutdown.
 
-Everything here is plain ASGI middleware around an application of which it knows the list of endpoints only; `stack`
-assembles it.
+All of it is plain ASGI middleware, assembled by `stack`. It depends only on the application's list of endpoints.
 """

@@ -39,7 +39,7 @@ def read_api_keys(keys: Iterable[str] = (), file: Path | None = None, environmen
         found += [("a key in the environment", part) for part in parts if part]
     for where, key in found:
         if not key or not key.isascii() or not key.isprintable() or " " in key:
-            # The entry is not shown: what is almost a key is almost a secret.
+            # The entry is not shown: it may be a mistyped key.
             raise ValueError(f"{where} is empty or has spaces or special characters; printable ASCII is accepted")
     return list(dict.fromkeys(key for _, key in found))
 

@@ -113,8 +113,8 @@ def limited_to(max_connections: int | None) -> type[LimitedHeads]:
 
 
 def allow_many_open_files() -> int | None:
-    """Raise this process's own limit to what the system allows, and return how many connections that leaves room for;
-    None: any number."""
+    """Raise this process's own limit to the system's, and return the number of connections that it allows; None: any
+    number."""
     try:
         import resource
     except ImportError:  # Windows has no such limit

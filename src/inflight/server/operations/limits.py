@@ -85,7 +85,7 @@ class BodyLimit(Middleware):
 
     async def _refuse_size(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer at once, but close only when the client has had time to read: if a connection is closed while the
-        client still sends, the client loses what was written to it."""
+        client still sends, the client loses the answer."""
         message = f"the request's body is larger than {self._max_bytes} bytes, the most that this server accepts"
         kind, close = "request_too_large", {"Connection": "close"}
         answer = refusal(scope, ApiError(413, message, kind=kind, code=kind, headers=close))

@@ -122,7 +122,7 @@ def _prompt(body: ResponsesRequest, chat: Chat, service: Service, info: ModelInf
 
     def write(messages: Chat) -> RenderedChat:
         written = {**prompt, "messages": with_names(with_calls_joined(messages))}
-        return service.written(written, info, "input", body.wanted_thinking)
+        return service.written(written, info, "input", body.reasoning_options)
 
     if body.truncation != "auto":
         return write(whole)
@@ -315,7 +315,7 @@ class ResponseEvents(Events):
         self._answer, self._blocks, self._scores = answer, answer.new_blocks(), OutputLogprobs()
         self._number = 0
         self._has_logprobs = True  # whether the latest item may have some
-        self._head = b""  # what each delta event of the latest item begins with
+        self._head = b""  # the beginning of each delta event of the latest item
 
     def write(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()

@@ -13,7 +13,7 @@ from typing_extensions import TypedDict
 from inflight.contracts.options import check
 from inflight.contracts.params import MAX_COUNT
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.chat_format.chat_template import MAX_EFFORT, Thinking, thinking_of
+from inflight.server.chat_format.chat_template import MAX_EFFORT, ReasoningOptions, reasoning_options_from
 from inflight.server.chat_format.tools import (
     MAX_TOOLS,
     NO_OTHER_TOOLS,
@@ -380,9 +380,9 @@ class ResponsesRequest(ChatBody):
         return tuple(message for message in messages if message.keys() - {"role"} != {"content"} or message["content"])
 
     @property
-    def wanted_thinking(self) -> Thinking:
+    def reasoning_options(self) -> ReasoningOptions:
         effort = None if self.reasoning is None else self.reasoning.effort
-        return thinking_of(effort, "reasoning", self.thinking_token_budget)
+        return reasoning_options_from(effort, "reasoning", self.thinking_token_budget)
 
     @property
     def functions(self) -> list[FunctionTool]:

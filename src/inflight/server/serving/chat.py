@@ -75,7 +75,7 @@ class ChatAnswer(ABC, Generic[B]):
             text,
             chat_template,
             service.settings.tool_call_parser,
-            body.wanted_thinking,
+            body.reasoning_options,
         )
         options = {} if self.form is None else self.form.sampling_options
         params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
@@ -89,7 +89,7 @@ class ChatAnswer(ABC, Generic[B]):
     def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
         """Return the rendered chat, and the request's own chat template."""
         chat = self.body.for_template(service.settings)
-        return service.written(chat, info, self.PARAM, self.body.wanted_thinking), chat.get("chat_template")
+        return service.written(chat, info, self.PARAM, self.body.reasoning_options), chat.get("chat_template")
 
     def new_blocks(self) -> Blocks:
         """Return a reader for one sequence's text."""

@@ -9,8 +9,8 @@ from inflight.contracts.outputs import RequestOutput
 from inflight.contracts.params import SamplingParams
 
 EndReason: TypeAlias = Literal["stop", "length", "abort", "error", "refused", "timeout"]
-"""How a request ended: "stop" and "length": as its first sequence did; "abort": its client disconnected or did not
-read; "refused": it was never queued; "timeout": it ran out of time."""
+"""Why a request ended. "stop", "length": the reason of its first sequence; "abort": its client disconnected or did not
+read; "refused": it was never queued; "timeout": it exceeded its time limit."""
 
 
 class RequestObserver:

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from inflight.contracts.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
 from inflight.contracts.structured_output import StructuredOutput
-from inflight.server.chat_format.chat_template import Thinking
+from inflight.server.chat_format.chat_template import ReasoningOptions
 from inflight.server.chat_format.tools import ToolFields
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -81,7 +81,7 @@ class ChatBody(SharedSamplingFields):
 
     @property
     @abstractmethod
-    def wanted_thinking(self) -> Thinking:
+    def reasoning_options(self) -> ReasoningOptions:
         """The request's reasoning options."""
 
     @property

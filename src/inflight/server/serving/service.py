@@ -16,7 +16,7 @@ from inflight.contracts.outputs import TextDelta
 from inflight.contracts.params import SamplingParams
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
-from inflight.server.chat_format.chat_template import AS_THE_MODEL_WANTS, Thinking, render_chat
+from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions, render_chat
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -187,10 +187,14 @@ class Service:
             raise ApiError(400, f"{param}: {error}", param=param) from error
 
     def written(
-        self, chat: Mapping[str, Any], info: ModelInfo, param: str, thinking: Thinking = AS_THE_MODEL_WANTS
+        self,
+        chat: Mapping[str, Any],
+        info: ModelInfo,
+        param: str,
+        reasoning_options: ReasoningOptions = DEFAULT_REASONING,
     ) -> RenderedChat:
         """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`)."""
-        text = render_chat(chat, self.llm.tokenizer, param, thinking)
+        text = render_chat(chat, self.llm.tokenizer, param, reasoning_options)
         return RenderedChat(text, self._encoded(text, info, param, add_special_tokens=False))
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:

@@ -104,10 +104,10 @@ class ApiError(Exception):
 
 
 class ErrorEnvelope:
-    """How an API writes errors; this is OpenAI's way."""
+    """The error format of an API; this one is OpenAI's."""
 
     def body(self, error: ApiError, scope: Scope) -> bytes:
-        """Return the answer's body, in ASCII because it quotes what the client sent, lone surrogates included."""
+        """Return the answer's body, in ASCII because it quotes the request, lone surrogates included."""
         fields = {"message": str(error), "type": error.kind, "param": error.param, "code": error.code}
         return json.dumps({"error": fields}).encode()
 

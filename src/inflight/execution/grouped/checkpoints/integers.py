@@ -49,7 +49,7 @@ class Gptq(QuantizationMethod):
 
 
 PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Where each of eight outputs lies in its int32."""
+"""The position of each of eight outputs in its int32."""
 
 
 class Awq(QuantizationMethod):

@@ -10,7 +10,7 @@ from inflight.execution.grouped.weight import Groups
 
 
 class QuantizationMethod(ABC):
-    """How a checkpoint stores its quantized weights, each in several tensors, its parts.
+    """A checkpoint's format of quantized weights, each in several tensors (parts).
 
     Args:
         settings: `quantization_config` of its `config.json`. Raises `ModelError` for what cannot be read.

@@ -15,7 +15,7 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_pre
 
 
 class WeightFormat(ABC):
-    """How prepacked weights of linear layers and experts are stored.
+    """A storage format of prepacked weights of linear layers and experts.
 
     Attributes:
         name: "plain", or as `EngineConfig.quantization` says it.

@@ -3,7 +3,7 @@ import uPlot from "./vendor/uplot.js";
 import { html, useEffect, useRef } from "./html.js";
 import { colours } from "./canvas.js";
 
-// How far apart the marks of time may be, in seconds.
+// Possible distances of the time ticks, in seconds.
 const MARKS = [1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200];
 
 const ago = (value) => (value > -1 ? "now" : value > -120 ? `${Math.round(value)} s` : `${Math.round(value / 60)} min`);

@@ -1,4 +1,4 @@
-// What the server says that its engines do, as it arrives: the state shown now, and what is remembered of the last steps.
+// The engines' states from the server: the current one, and a history of the last steps.
 import { ServerError, stream } from "./server.js";
 import { useEffect, useState } from "./html.js";
 
@@ -13,7 +13,7 @@ export const SPAN = { slot: 0, id: 1, index: 2, start: 3, length: 4, kind: 5, pr
 
 export const keyOf = (id, index) => `${id}/${index}`;
 
-// The tokens that a sequence has had computed, as pairs of a kind and a number, in order.
+// A sequence's computed tokens, as pairs of a kind and a number, in order.
 class Lane {
   constructor(sequence) {
     this.id = sequence[SEQUENCE.id];
@@ -36,7 +36,7 @@ class Lane {
   see(sequence, work) {
     if (!this.outputs.length && !work) this.add("decode", sequence[SEQUENCE.tokens] - sequence[SEQUENCE.prompt]);
     if (work) {
-      // A look has as many new tokens as the sequence has grown by; the rest was its prompt, or wrong.
+      // A state has as many new tokens as the sequence grew by; other computed tokens are prompt or rejected drafts.
       const grown = Math.max(0, sequence[SEQUENCE.tokens] - sequence[SEQUENCE.prompt] - this.numOutputs);
       const accepted = Math.min(work[WORK.accepted], grown);
       this.add("decode", grown - accepted);

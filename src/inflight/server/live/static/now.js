@@ -1,4 +1,4 @@
-// What the engines do at this moment: slots as lanes, the queue, the cache, and the numbers that matter.
+// The current state of the engines: slots as lanes, the queue, the cache, and the main figures.
 import { html, useEffect, useMemo, useRef, useState } from "./html.js";
 import { Canvas } from "./canvas.js";
 import { Chart } from "./chart.js";
@@ -63,7 +63,7 @@ function LaneRow({ slot, lane, isOpen, onOpen }) {
   </button></li>`;
 }
 
-// What is known of a request, asked for again every second while it runs.
+// The details of a request, updated every second while it runs.
 function RequestPanel({ id, index, lane, shows, onClose }) {
   const [about, setAbout] = useState(null);
   const panel = useRef(null);

@@ -1,4 +1,4 @@
-// Chats and completions, several at once side by side, so that batching is seen.
+// Chats and completions, several side by side, which shows batching.
 import { html, useRef, useState } from "./html.js";
 import { ServerError, address, forModel, stream } from "./server.js";
 import { addText, remember } from "./own_requests.js";
@@ -41,7 +41,7 @@ const TOOLS_EXAMPLE = '[{"type": "function", "function": {"name": "weather", "de
 const QUESTION = "Tell me a story about a fox.";
 const STARTS = ["Once upon a time", "In a quiet village", "One cold morning, a fox", "Long ago there was a dragon"];
 
-// The body of a request for these settings, without its prompt. Raises an error that says which field is not JSON.
+// The body of a request for these settings, without its prompt. Throws an error that names the field that is not JSON.
 function bodyOf(settings, mode) {
   const body = {};
   for (const [name] of NUMBERS) if (settings[name] !== "") body[name] = Number(settings[name]);
@@ -106,7 +106,7 @@ function asPython(mode, body, model) {
   ].join("\n");
 }
 
-// An answer as it comes: tokens with their log-probabilities, or plain text; tool calls; when it began and ended.
+// A streamed answer: tokens with their log-probabilities, or plain text; tool calls; the times of its start and end.
 const newAnswer = () => ({ pieces: [], calls: [], start: performance.now(), first: null, end: null, tokens: 0, reason: null, error: null });
 
 function takeChunk(answers, chunk, mode) {
@@ -168,7 +168,7 @@ const newColumn = (text = "") => ({ number: nextNumber++, text, messages: [], an
 
 const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", bad_words: "", stop_token_ids: "", logit_bias: "", cache_salt: "", ignore_eos: false, logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
 
-// What is on this page stays while other tabs are shown.
+// The page's content survives a change of tabs.
 const kept = { mode: null, settings: { ...EMPTY, max_tokens: "120" }, columns: [newColumn(STARTS[0])], isUntouched: true };
 
 export function Playground({ about }) {
@@ -285,7 +285,7 @@ export function Playground({ about }) {
   };
   const runs = columns.current.some((column) => column.controller);
 
-  // Its fields do not change once they are shown.
+  // Its fields do not change afterwards.
   if (!about) return html`<p class="faint">asking the server what its model can do …</p>`;
   if (kept.isUntouched && mode === "chat") columns.current[0].text = QUESTION;
   kept.isUntouched = false;

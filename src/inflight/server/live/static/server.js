@@ -1,10 +1,10 @@
-// The way to the server. A key, where one is needed, is kept for this tab alone.
+// Requests to the server. An API key is kept only in this tab.
 import { createParser } from "./vendor/eventsource-parser.js";
 
 const KEY = "inflight-api-key";
 const ROOT = new URL(".", document.baseURI);
 
-// Which of several models the page shows; null where there is one.
+// The displayed model of several; null if there is only one.
 export const MODEL = new URLSearchParams(location.search).get("model");
 
 export class ServerError extends Error {
@@ -51,7 +51,7 @@ export async function post(path, body) {
   return (await ask(path, { method: "POST", body: JSON.stringify(body) })).json();
 }
 
-// Calls `onEvent` with the data of each server-sent event, until the stream ends. Raises `ServerError`.
+// Calls `onEvent` with the data of each server-sent event, until the stream ends. Throws `ServerError`.
 export async function stream(path, { body, signal, onEvent, onOpen }) {
   const options = body ? { method: "POST", body: JSON.stringify(body), signal } : { signal };
   const response = await ask(path, options);

@@ -1,4 +1,4 @@
-// What the real scheduler would have done with the recorded minutes, had it been set otherwise.
+// Simulates the recorded minutes with other options of the scheduler.
 import { html, useState } from "./html.js";
 import { rate, seconds, share, whole } from "./numbers.js";
 import { post } from "./server.js";

@@ -33,7 +33,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.attention import AttentionSpec, CpuAttention, CpuCache
 from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import RaggedBatch

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.text.tokenizer_files import read_tokenizer

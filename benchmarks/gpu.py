@@ -20,7 +20,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": {

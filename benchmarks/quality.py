@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.ragged_batch import RaggedBatch

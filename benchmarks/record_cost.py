@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from inflight import LLM
-from inflight.contracts.cache_layout import CacheLayout
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.recorder import Recorder, describe_machine
 from inflight.scheduling.block_pool import BlockPool

@@ -35,8 +35,8 @@ from benchmarks.compare import describe_machine
 from benchmarks.peers.models import model_folder
 from benchmarks.workloads import WORKLOADS
 from inflight import AsyncLLM, SamplingParams
-from inflight.contracts.config import ROUTINGS, EngineConfig
-from inflight.contracts.record import RecordTo
+from inflight.contracts.api.config import ROUTINGS, EngineConfig
+from inflight.contracts.step.record import RecordTo
 from inflight.engine.fleet import Fleet
 from inflight.engine.process.connection import ProcessConnection
 from inflight.observe.recorder import read_recording

@@ -10,8 +10,8 @@ import statistics
 import time
 from array import array
 
-from inflight.contracts.cache_layout import CacheLayout
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request

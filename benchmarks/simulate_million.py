@@ -9,7 +9,7 @@ import time
 
 from rich.console import Console
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.observe.recorder import describe_machine
 from inflight.simulate import Lengths, StepCost, SyntheticLoad, simulate
 

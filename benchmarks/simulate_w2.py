@@ -17,8 +17,8 @@ from typing import TypeAlias
 
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.recorder import Recorder, Recording, describe_machine, read_recording

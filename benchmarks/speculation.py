@@ -24,7 +24,7 @@ import torch
 from benchmarks.peers.models import NAMED_MODELS, model_folder
 from benchmarks.workloads import WORKLOADS
 from inflight import LLM, SamplingParams, StructuredOutput
-from inflight.contracts.plan import SlotAssignment
+from inflight.contracts.step.plan import SlotAssignment
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.sampler import Sampler, TokenMasks

@@ -61,8 +61,8 @@ def microseconds_per_step(temperature: float) -> float:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from inflight.contracts.config import EngineConfig
-    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.api.config import EngineConfig
+    from inflight.contracts.api.params import SamplingParams
     from inflight.engine.engine import Engine
 
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_attention_heads": 4}

@@ -6,7 +6,7 @@ A block that was released too early, shared with the wrong sequence, or left to 
 from itertools import zip_longest
 from typing import Any
 
-from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
+from inflight.contracts.step.plan import SpanTokens, StepPlan, StepTokens
 
 NUM_TOKENS = 97
 """The tokens that are chosen lie below this."""

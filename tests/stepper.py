@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.engine.admission import make_request
 from inflight.scheduling.sequence import Request
 

@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.record import STEP_SIZES, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.outputs import SequenceOutput
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import StepPlan, StepTokens
+from inflight.contracts.step.record import STEP_SIZES, StepRecord
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level

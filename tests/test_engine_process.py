@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import EngineDeadError, ModelError, QueueFullError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import EngineDeadError, ModelError, QueueFullError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import SequenceOutput
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.client import OneEngine
 from inflight.engine.engine import Engine

@@ -20,9 +20,9 @@ import pytest
 
 import inflight
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.outputs import TextDelta
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.outputs import TextDelta
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.paged_runner import NUM_TOKENS, PagedRunner, output_of

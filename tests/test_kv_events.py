@@ -13,8 +13,8 @@ import pytest
 import zmq
 
 from inflight import AsyncLLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.watching import KVEvents
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.watching import KVEvents
 from inflight.engine.cache_events import CacheEvents, Removed, Stored
 from inflight.engine.engine import Engine
 from inflight.engine.event_publisher import EventPublisher

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError, QueueFullError
-from inflight.contracts.outputs import SequenceOutput
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.api.outputs import SequenceOutput
 from inflight.engine.engine import Engine
 from tests import zoo
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.live import LiveState
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import RecordTo, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.record import RecordTo, StepRecord
 from inflight.engine import live_feed
 from inflight.engine.engine import Engine
 from inflight.engine.live_feed import LiveFeed

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.outputs import Logprob, TokenLogprobs
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.outputs import Logprob, TokenLogprobs
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.text.tokenizers_for_tests import byte_level

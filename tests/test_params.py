@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.config import (
+from inflight.contracts.api.config import (
     DebugConfig,
     EngineConfig,
     KVCacheConfig,
@@ -16,10 +16,10 @@ from inflight.contracts.config import (
     SchedulingConfig,
     SpeculationConfig,
 )
-from inflight.contracts.errors import UnknownOptionError
-from inflight.contracts.foreign_names import FOREIGN_NAMES
-from inflight.contracts.options import flat_values, option_names
-from inflight.contracts.params import MAX_SEED, SamplingParams
+from inflight.contracts.api.errors import UnknownOptionError
+from inflight.contracts.api.foreign_names import FOREIGN_NAMES
+from inflight.contracts.api.options import flat_values, option_names
+from inflight.contracts.api.params import MAX_SEED, SamplingParams
 
 NAN, INF = float("nan"), float("inf")
 

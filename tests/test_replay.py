@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.engine import Engine
 from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.model_runner import ModelRunner

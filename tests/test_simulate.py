@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.plan import Span, StepPlan
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.plan import Span, StepPlan
+from inflight.contracts.step.record import StepRecord
 from inflight.observe.recorder import Recorder, Recording, read_recording
 from inflight.observe.run_report import Percentiles, RunLog, RunReport, report_of
 from inflight.simulate import (

@@ -12,8 +12,8 @@ import jsonschema
 import pytest
 
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams, StructuredOutput
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.step.plan import StepPlan
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.input_processor import InputProcessor
 from inflight.grammar import matcher

@@ -5,7 +5,7 @@ python tools/draw_graph.py
 
 from collections.abc import Iterable
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.graph.fuse import FusedNode, Work, fuse

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from inflight.host.garbage_collection import garbage_collection_paused
 
 if TYPE_CHECKING:
-    from inflight.contracts.config import (
+    from inflight.contracts.api.config import (
         DebugConfig,
         EngineConfig,
         FleetConfig,
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
         SchedulingConfig,
         SpeculationConfig,
     )
-    from inflight.contracts.errors import (
+    from inflight.contracts.api.errors import (
         AdapterError,
         EngineDeadError,
         EngineGivenUpError,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         ModelError,
         QueueFullError,
     )
-    from inflight.contracts.outputs import (
+    from inflight.contracts.api.outputs import (
         ClassificationOutput,
         CompletionOutput,
         EmbeddingOutput,
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
         ScoreOutput,
         TextDelta,
     )
-    from inflight.contracts.params import SamplingParams
-    from inflight.contracts.record import EngineStats
-    from inflight.contracts.structured_output import Reasoning, StructuredOutput
+    from inflight.contracts.api.params import SamplingParams
+    from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
+    from inflight.contracts.step.record import EngineStats
     from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.entrypoints.callback_llm import CallbackLLM
     from inflight.entrypoints.llm import LLM
@@ -56,31 +56,31 @@ _HOMES = {
     "LLM": "entrypoints.llm",
     "AsyncLLM": "entrypoints.async_llm",
     "CallbackLLM": "entrypoints.callback_llm",
-    "SamplingParams": "contracts.params",
-    "EngineConfig": "contracts.config",
-    "FleetConfig": "contracts.config",
-    "QuantizationConfig": "contracts.config",
-    "KVCacheConfig": "contracts.config",
-    "PrefixCacheConfig": "contracts.config",
-    "SchedulingConfig": "contracts.config",
-    "SpeculationConfig": "contracts.config",
-    "DebugConfig": "contracts.config",
-    "RequestOutput": "contracts.outputs",
-    "CompletionOutput": "contracts.outputs",
-    "Logprob": "contracts.outputs",
-    "EmbeddingOutput": "contracts.outputs",
-    "ClassificationOutput": "contracts.outputs",
-    "ScoreOutput": "contracts.outputs",
-    "TextDelta": "contracts.outputs",
-    "AdapterError": "contracts.errors",
-    "InvalidRequestError": "contracts.errors",
-    "ModelError": "contracts.errors",
-    "QueueFullError": "contracts.errors",
-    "EngineDeadError": "contracts.errors",
-    "EngineGivenUpError": "contracts.errors",
-    "EngineStats": "contracts.record",
-    "StructuredOutput": "contracts.structured_output",
-    "Reasoning": "contracts.structured_output",
+    "SamplingParams": "contracts.api.params",
+    "EngineConfig": "contracts.api.config",
+    "FleetConfig": "contracts.api.config",
+    "QuantizationConfig": "contracts.api.config",
+    "KVCacheConfig": "contracts.api.config",
+    "PrefixCacheConfig": "contracts.api.config",
+    "SchedulingConfig": "contracts.api.config",
+    "SpeculationConfig": "contracts.api.config",
+    "DebugConfig": "contracts.api.config",
+    "RequestOutput": "contracts.api.outputs",
+    "CompletionOutput": "contracts.api.outputs",
+    "Logprob": "contracts.api.outputs",
+    "EmbeddingOutput": "contracts.api.outputs",
+    "ClassificationOutput": "contracts.api.outputs",
+    "ScoreOutput": "contracts.api.outputs",
+    "TextDelta": "contracts.api.outputs",
+    "AdapterError": "contracts.api.errors",
+    "InvalidRequestError": "contracts.api.errors",
+    "ModelError": "contracts.api.errors",
+    "QueueFullError": "contracts.api.errors",
+    "EngineDeadError": "contracts.api.errors",
+    "EngineGivenUpError": "contracts.api.errors",
+    "EngineStats": "contracts.step.record",
+    "StructuredOutput": "contracts.api.structured_output",
+    "Reasoning": "contracts.api.structured_output",
     "quantize": "entrypoints.quantization",
     "QuantizedWeight": "entrypoints.quantization",
 }

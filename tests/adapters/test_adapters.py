@@ -11,7 +11,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from inflight import LLM, AdapterError, AsyncLLM, EngineDeadError, InvalidRequestError, ModelError, SamplingParams
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from tests import others, zoo
 from tests.adapters.made import modules_of, write_adapter
 from tests.adapters.test_batches import scored

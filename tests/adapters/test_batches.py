@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from tests import zoo
 from tests.adapters.made import modules_of, save_with_peft, write_adapter
 from tests.execution import this_cpu

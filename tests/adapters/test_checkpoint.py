@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.errors import AdapterError, ModelError
+from inflight.contracts.api.errors import AdapterError, ModelError
 from tests import zoo
 from tests.adapters.made import modules_of, write_adapter
 from tests.adapters.test_batches import scored

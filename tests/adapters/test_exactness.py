@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from tests import zoo
 from tests.adapters.made import save_with_peft
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from inflight.contracts.outputs import TextDelta
+from inflight.contracts.api.outputs import TextDelta
 from tests.server.chat_format.scripted import ScriptedLLM, cut_by_chance
 from tests.server.serving import RunningServer
 

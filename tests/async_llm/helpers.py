@@ -3,7 +3,7 @@
 from typing import Any
 
 from inflight import AsyncLLM, SamplingParams
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 
 PROMPTS: list[str | list[int]] = ["Once upon a time", "In a quiet village", "The fox", [5, 6, 7]]
 GREEDY = SamplingParams(temperature=0, max_tokens=12)

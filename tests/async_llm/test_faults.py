@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from inflight import AsyncLLM, EngineDeadError
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.process.connection import ProcessConnection
 from tests import zoo
 from tests.async_llm.helpers import ENDLESS, GREEDY, LONG, PROMPTS, idle, last

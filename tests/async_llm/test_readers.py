@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from inflight.text.tokenizer import Tokenizer
 from tests.async_llm.helpers import GREEDY, LONG, PROMPTS, last
 from tests.coroutines import run

@@ -13,7 +13,7 @@ from inflight.batches import ledger, worker
 from inflight.batches.batch import Batch
 from inflight.batches.database import DatabaseInUseError
 from inflight.batches.request_lines import Result
-from inflight.contracts.errors import EngineGivenUpError
+from inflight.contracts.api.errors import EngineGivenUpError
 from tests.batches.jobs import Clock, Echo, Jobs, echo, error, requests
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from inflight.cli import structure
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine, EngineConfig
 from inflight.lessons import methods

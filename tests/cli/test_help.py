@@ -10,7 +10,7 @@ from click.testing import CliRunner
 from inflight.cli import HEADINGS, app
 from inflight.cli.help import RARE
 from inflight.cli.options import size
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from tests.command import Command
 
 

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from inflight.cli.models import duration, named
 from inflight.cli.serve import serve
-from inflight.server.models.settings import PoolSettings
+from inflight.server.models.pool import PoolSettings
 
 
 @pytest.fixture

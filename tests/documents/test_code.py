@@ -18,9 +18,9 @@ import pytest
 
 import inflight
 from inflight.cli import app
-from inflight.contracts import features
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.foreign_names import FOREIGN_NAMES
+from inflight.contracts.api import features
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.foreign_names import FOREIGN_NAMES
 from tests.documents.pages import DOCUMENTS, ROOT, Block, blocks, code_in_text
 
 PYTHON = blocks("python")

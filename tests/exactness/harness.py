@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import SlotAssignment
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
+from inflight.contracts.step.plan import SlotAssignment
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
 from tests import zoo

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.exactness.harness import (

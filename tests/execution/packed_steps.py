@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor

@@ -13,7 +13,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.attention import AttentionBackend, AttentionSpec, make_backend
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.ragged_batch import RaggedBatch

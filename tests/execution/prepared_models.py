@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.attention import make_backend
 from inflight.execution.hf.load import load_model
 from inflight.execution.preparation.packed_proof import MakeBackend, prepare_packed, prove_packed

@@ -14,8 +14,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import SlotAssignment, Span, StepPlan
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.sampler import Sampler
 

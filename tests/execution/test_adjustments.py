@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import NoBadWordsLogitsProcessor, RepetitionPenaltyLogitsProcessor
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import SlotAssignment, Span, StepPlan
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.engine.admission import by_beginning
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, adjust

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec, TorchAttention, reference
 from inflight.execution.attention.interface import KVStorage
 from inflight.execution.preparation.report import PreparationReport

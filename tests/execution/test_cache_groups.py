@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.attention.grouping import group_calls
 from tests import others, zoo

@@ -10,7 +10,7 @@ import torch
 from transformers import LlamaForCausalLM, PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.hf.load import load_model
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits

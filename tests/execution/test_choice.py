@@ -10,7 +10,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.attention.cpu_backend import CpuAttention
 from inflight.execution.preparation import own_attention, packed_proof
 from inflight.execution.preparation.agreement import relative_error

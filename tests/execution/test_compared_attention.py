@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.engine.engine import Engine
 from inflight.execution.attention import AttentionBackend, AttentionSpec, ReferenceAttention, TorchAttention
 from inflight.execution.attention.compared import ComparedAttention

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.engine.engine import Engine
 from inflight.execution.grouped import weight as weights
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels

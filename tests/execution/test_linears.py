@@ -12,8 +12,8 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.engine.engine import Engine
 from inflight.execution.grouped.rounding import rounded_channels
 from inflight.execution.kernels import has_panels

@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from inflight.contracts.outputs import TokenScore
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.outputs import TokenScore
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.sampling.logprobs import ROWS_AT_ONCE, Scorer, score_rows
 from tests.execution.sampled_rows import assignment

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inflight import LLM
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.hf.load import available_cache_memory, has_fast_bfloat16, load_model, resolve_device
 from inflight.execution.preparation.prepare import prepare
 from tests import others, zoo

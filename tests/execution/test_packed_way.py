@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from tests import zoo
 from tests.execution.prepared_models import default_model, every_architecture, report_of, tiny_gqa

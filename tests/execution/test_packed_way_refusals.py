@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.model_runner import ModelRunner
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits

@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.entrypoints.quantization import quantize
 from inflight.execution.graph import trace

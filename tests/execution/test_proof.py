@@ -5,7 +5,7 @@ from math import isnan, nan
 import pytest
 import torch
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.preparation.agreement import worst
 from inflight.execution.preparation.own_attention import make_executor
 from inflight.execution.preparation.proof import CHUNKS, IN_A_ROW, IN_SHORT, PROOF, PlainModel, ProofWorkload, compare

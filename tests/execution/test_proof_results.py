@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.executors import PackedExecutor, RowsExecutor
 from inflight.execution.hf.load import load_model
 from inflight.execution.preparation import choice, own_attention, packed_proof, proof_result, result_cache

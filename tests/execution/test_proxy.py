@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.preparation.proof import NotCausalError
 from inflight.execution.preparation.proxy import ENOUGH, make_proxy
 from tests import others, zoo

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.plan import BlockTable, Span, StepPlan
+from inflight.contracts.step.plan import BlockTable, Span, StepPlan
 from inflight.execution.ragged_batch import RaggedBatch, ragged_arange
 
 CPU = torch.device("cpu")

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import Span
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import Span
 from inflight.execution.sampling.sampler import INVALID_TOKEN, Sampler
 from tests.execution.sampled_rows import (
     CPU,

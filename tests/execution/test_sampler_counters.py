@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.execution.sampling import sampler as sampler_module
 from inflight.execution.sampling.sampler import counter_uniform
 from tests.execution.goodness_of_fit import assert_fits

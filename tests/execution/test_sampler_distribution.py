@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.execution.sampling.torch_sampling import draw, top_k_filter
 from tests.execution.goodness_of_fit import assert_fits, chi_square_limit
 from tests.execution.sampled_rows import (

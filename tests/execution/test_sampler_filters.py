@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.execution.sampling import sampler as sampler_module
 from inflight.execution.sampling import torch_sampling
 from inflight.execution.sampling.torch_sampling import draw, min_p_filter, top_k_filter, top_p_filter

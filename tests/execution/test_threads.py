@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.grouped.weight import GroupedLayout
 from inflight.execution.threads import ComputeThreads
 

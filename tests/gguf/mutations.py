@@ -9,7 +9,7 @@ import struct
 import tempfile
 from pathlib import Path
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary
 from tests.gguf.files import tiny, write

@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from inflight import LLM, SamplingParams
 from inflight.cli import app
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.text import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.gguf.files import tiny, write, write_vocabulary

@@ -14,8 +14,8 @@ from click.testing import CliRunner
 
 from inflight import LLM
 from inflight.cli import app
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.execution.hf.load import load_model
 from inflight.gguf.find import find_gguf

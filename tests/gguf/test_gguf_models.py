@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model

@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.exactness.harness import (

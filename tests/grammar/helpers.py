@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar import GrammarCompiler, GrammarMatcher
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer

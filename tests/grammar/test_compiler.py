@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import MAX_CHARACTERS, StructuredOutput
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.structured_output import MAX_CHARACTERS, StructuredOutput
 from inflight.grammar import compiler as compiler_module
 from inflight.grammar.json_schema import checked_schema
 from tests.grammar.helpers import TOKENIZERS, allowed, compiler, matcher, spelled, write

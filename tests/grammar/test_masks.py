@@ -10,8 +10,8 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar import GrammarCompiler, GrammarError
 from inflight.text.tokenizer import Tokenizer
 from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, WIDE, allowed, compiler, ids, matcher, spelled, write

@@ -9,8 +9,8 @@ import jsonschema
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.structured_output import StructuredOutput
 from tests.grammar.helpers import TOKENIZERS, compiler, walk
 
 TOKENIZER = TOKENIZERS["byte_level"]

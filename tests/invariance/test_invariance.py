@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.exactness.harness import Reference, Teacher, know_the_lessons

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.lessons import race, static_bench
 from inflight.lessons.methods import Setting
 from inflight.lessons.run import LessonRequest, Run

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, shared_prefix, static_batching
 from inflight.lessons.run import LessonRequest, Run

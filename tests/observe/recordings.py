@@ -6,9 +6,9 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.observe.recorder import Recorder, observe_with
 from tests import zoo

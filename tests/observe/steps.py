@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_view import StepView

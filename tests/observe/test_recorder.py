@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.record import ArrivalRecord, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.record import ArrivalRecord, StepRecord
 from inflight.engine.engine import Engine
 from inflight.observe.recorder import Recorder, read_recording
 from inflight.observe.run_report import report_of, sequence_times

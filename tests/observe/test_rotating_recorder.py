@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.contracts.record import RecordTo, StepRecord
+from inflight.contracts.step.record import RecordTo, StepRecord
 from inflight.observe.recorder import RotatingRecorder, read_recording
 
 PARAMS = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)

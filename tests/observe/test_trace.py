@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.record import PreemptionRecord, SpanKind, SpanRecord, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.record import PreemptionRecord, SpanKind, SpanRecord, StepRecord
 from inflight.observe.pictures import save_png
 from inflight.observe.recorder import Recording, read_recording
 from inflight.observe.timeline import MARKS

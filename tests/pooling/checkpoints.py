@@ -24,9 +24,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import DEFAULT_PARAMS
-from inflight.contracts.pooling import PooledText, PoolingPlan, Values
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import DEFAULT_PARAMS
+from inflight.contracts.api.pooling import PooledText, PoolingPlan, Values
 from inflight.engine.engine import Engine
 
 VOCAB_SIZE = 256

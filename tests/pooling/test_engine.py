@@ -4,11 +4,11 @@ from unittest import mock
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import InvalidRequestError, QueueFullError
-from inflight.contracts.params import DEFAULT_PARAMS
-from inflight.contracts.pooling import PooledText, PoolingPlan
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.api.params import DEFAULT_PARAMS
+from inflight.contracts.api.pooling import PooledText, PoolingPlan
+from inflight.contracts.step.record import StepRecord
 from tests.pooling.checkpoints import TextRunner, draw_ids, make_model
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.pooling import PooledText, PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import FROM_ZERO
 from inflight.execution.preparation import packed_proof

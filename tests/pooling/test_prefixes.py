@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.pooling import PooledText, PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.pooling import PooledText, PoolingPlan
 from tests.pooling.checkpoints import TextRunner, classifier, draw_ids, make_model
 from tests.pooling.test_exactness import assert_plain, logits_of
 

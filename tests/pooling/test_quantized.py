@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from inflight import LLM
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.pooling import PooledText, PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.pooling import PooledText, PoolingPlan
 from tests.gguf.files import tiny, write
 from tests.gguf.test_gguf_models import of_kinds, read_by_transformers
 from tests.pooling.checkpoints import TextRunner, draw_ids, make_model

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.block_hash import Root, block_hash, block_hashes
+from inflight.contracts.step.block_hash import Root, block_hash, block_hashes
 from inflight.prefix_store import BlockFolder
 
 ONE, OTHER = b"1" * 32, b"2" * 32

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.block_hash import Root, block_hash
+from inflight.contracts.step.block_hash import Root, block_hash
 from inflight.prefix_store import BlockFolder, PrefixStore, block_file
 from inflight.scheduling.persistence import BlockContent, Loading
 

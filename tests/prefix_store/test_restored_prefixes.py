@@ -11,7 +11,7 @@ from click.testing import CliRunner
 
 from inflight import LLM, AsyncLLM, ModelError, SamplingParams
 from inflight.cli import app
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from inflight.prefix_store import block_file
 from inflight.prefix_store.inspection import stored_fingerprints
 from tests import others, zoo

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine
 from inflight.profiling import StepProfile, profile_decode

@@ -8,7 +8,7 @@ import torch
 from rich.console import Console
 from torch import nn
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.execution.attention import AttentionSpec, CpuAttention, ReferenceAttention
 from inflight.execution.kernels import kernels_available

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from inflight.contracts.cache_layout import CacheGroup, CacheLayout
-from inflight.contracts.config import BACKGROUND
-from inflight.contracts.outputs import FinishReason
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.api.config import BACKGROUND
+from inflight.contracts.api.outputs import FinishReason
+from inflight.contracts.step.cache_layout import CacheGroup, CacheLayout
+from inflight.contracts.step.plan import StepPlan
 from inflight.scheduling.sequence import Request, Sequence
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.plan import NO_BLOCK
 from tests.properties.model_cache import of_group
 
 if TYPE_CHECKING:

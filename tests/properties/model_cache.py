@@ -9,7 +9,7 @@ content of another sequence.
 from array import array
 from typing import TypeAlias
 
-from inflight.contracts.plan import NO_BLOCK, StepPlan
+from inflight.contracts.step.plan import NO_BLOCK, StepPlan
 from tests.properties.expected import Sizes
 
 Place: TypeAlias = tuple[int, int, bool, str | None]

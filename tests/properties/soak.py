@@ -9,7 +9,7 @@ import random
 import time
 from collections import Counter
 
-from inflight.contracts.config import BACKGROUND
+from inflight.contracts.api.config import BACKGROUND
 from tests.properties.expected import Sizes
 from tests.properties.invariants import check
 from tests.properties.world import World

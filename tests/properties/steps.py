@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
+from inflight.contracts.step.plan import NO_BLOCK, Span, StepPlan
 from tests.properties.expected import Expected
 
 if TYPE_CHECKING:

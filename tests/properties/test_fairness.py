@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from inflight.contracts.cache_layout import CacheLayout
+from inflight.contracts.step.cache_layout import CacheLayout
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request, Sequence

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from inflight.contracts.config import BACKGROUND
+from inflight.contracts.api.config import BACKGROUND
 from tests.properties.expected import Sizes
 from tests.properties.invariants import check
 from tests.properties.world import World

@@ -9,8 +9,8 @@ from collections.abc import Sequence as SequenceOf
 
 import pytest
 
-from inflight.contracts.config import BACKGROUND
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import BACKGROUND
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 from inflight.scheduling.scheduler import Limits, Scheduler

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, safe_open, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, ModelError, SamplingParams, quantize
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model
 from tests import zoo

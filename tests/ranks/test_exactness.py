@@ -2,8 +2,8 @@
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
 from inflight.engine.engine import Engine
 from tests import zoo
 from tests.ranks.folders import folder_of

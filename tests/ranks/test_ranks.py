@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError, RankLostError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError, RankLostError
 from inflight.engine.engine import Engine
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.ranks import group

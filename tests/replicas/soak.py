@@ -25,7 +25,7 @@ from pathlib import Path
 from transformers import AutoModelForCausalLM
 
 from inflight import LLM, AdapterError, AsyncLLM, EngineDeadError, SamplingParams, StructuredOutput
-from inflight.contracts.config import BACKGROUND
+from inflight.contracts.api.config import BACKGROUND
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
 from inflight.server.app import create_app

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError, ModelError
 from inflight.engine.fleet import Fleet
 from inflight.engine.process.protocol import Failed
 from tests.coroutines import run

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from inflight import LLM, InvalidRequestError, ModelError, SamplingParams, StructuredOutput
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from inflight.engine.process.connection import ProcessConnection
 from tests import zoo
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.process.protocol import Load
 from inflight.engine.replicas.launch import _load_of, best_number, check_replicas
 from inflight.host import machine

@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inflight import LLM, AsyncLLM, EngineDeadError, InvalidRequestError, SamplingParams
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.record import RecordTo
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.step.record import RecordTo
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.process.connection import ProcessConnection
 from inflight.host.machine import place

@@ -8,8 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import ROUTINGS
+from inflight.contracts.api.config import ROUTINGS
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.replicas.router import ReplicaLoad, ReplicaSize, RoutedRequest, Router, TtftEstimator
 
 SIZE = ReplicaSize(num_slots=8, num_blocks=64, block_size=4)

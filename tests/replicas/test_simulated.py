@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from inflight.contracts.config import ROUTINGS, EngineConfig
+from inflight.contracts.api.config import ROUTINGS, EngineConfig
 from inflight.simulate import Lengths, SimulatedRequest, StepCost, SyntheticLoad, simulate, simulate_replicas
 from tests.command import Command
 

@@ -13,7 +13,7 @@ pytest.importorskip("ray", reason="the extra 'ray' is not installed")
 
 from ray.serve.schema import ServeDeploySchema
 
-from inflight.contracts.record import EngineStats
+from inflight.contracts.step.record import EngineStats
 from inflight.scale.prefix_front import ForwardedRequest
 from inflight.scale.replica import POLICY, TARGET_LOAD, replicas_wanted, reported
 from inflight.scale.serve import build_app

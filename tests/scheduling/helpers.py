@@ -4,8 +4,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import fields
 from typing import Any
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
+from inflight.contracts.step.plan import StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.scheduler import Limits, Progress, Scheduler
 from inflight.scheduling.sequence import Request

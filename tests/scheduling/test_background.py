@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.contracts.config import BACKGROUND
+from inflight.contracts.api.config import BACKGROUND
 from tests.scheduling.helpers import commit, make_scheduler, plan_of, spans_of, step, submit, waiting
 
 POLICIES = [None, 1]

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup, CacheLayout
+from inflight.contracts.step.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
 from inflight.scheduling.prefix_cache import PrefixNode, Root, make_key
 

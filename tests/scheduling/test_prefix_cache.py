@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.cache_layout import CacheLayout
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Key, Parent, PrefixCache, PrefixNode, Root, make_key
 from inflight.scheduling.scheduler import Scheduler

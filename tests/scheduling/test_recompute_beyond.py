@@ -1,6 +1,6 @@
 """A sequence that outgrows a length is computed again, because the model sees all of it differently from then on."""
 
-from inflight.contracts.plan import Span
+from inflight.contracts.step.plan import Span
 from tests.scheduling.helpers import (
     commit,
     make_scheduler,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.contracts.plan import Span
+from inflight.contracts.step.plan import Span
 from tests.scheduling.helpers import (
     TOKEN,
     commit,

@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.step.plan import StepPlan
 from tests.scheduling.helpers import (
     TOKEN,
     commit,

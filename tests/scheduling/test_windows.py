@@ -2,8 +2,8 @@
 
 import pytest
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
-from inflight.contracts.plan import NO_BLOCK, StepPlan
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.contracts.step.plan import NO_BLOCK, StepPlan
 from inflight.scheduling.scheduler import Scheduler
 from tests.scheduling.helpers import commit, make_scheduler, plan_of, run_to_the_end, spans_of, step, submit
 

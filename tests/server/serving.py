@@ -16,8 +16,8 @@ import uvicorn
 
 from inflight import AsyncLLM
 from inflight.batches.batch import Batch
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView

@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from inflight.cli.serve import serve
-from inflight.contracts.watching import KVEvents
+from inflight.contracts.api.watching import KVEvents
 from tests.server import helm_chart
 from tests.server.test_kubernetes import FOLDER as KUBERNETES
 from tests.server.test_kubernetes import OF_IMAGE

@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from inflight.cli.serve import serve
-from inflight.contracts.watching import KVEvents
+from inflight.contracts.api.watching import KVEvents
 from inflight.server.endpoints import HEALTH_PATH
 
 FOLDER = Path(__file__).parents[2] / "examples" / "deploy" / "kubernetes"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from inflight.contracts.outputs import Logprob
+from inflight.contracts.api.outputs import Logprob
 from inflight.server.openai import logprobs
 from inflight.text.detokenizer import IncrementalDetokenizer
 from tests.text.tokenizers_for_tests import ALL

@@ -19,7 +19,7 @@ from schemathesis import GenerationMode
 
 from inflight import LLM, AsyncLLM
 from inflight.batches.batch import Batch
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.step.plan import StepPlan
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.pooling.heads import TextPooler
 from inflight.server.app import create_app

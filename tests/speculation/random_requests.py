@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from inflight import LLM, SamplingParams, StructuredOutput
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 
 BEGINNINGS = (
     "Once upon a time there was a little girl named Lily.",

@@ -10,7 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from inflight import LLM, ModelError, SamplingParams
-from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
+from inflight.contracts.step.plan import SpanTokens, StepPlan, StepTokens
 from inflight.demo_model import DEMO_MODEL
 from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftLayout, DraftModelProposer

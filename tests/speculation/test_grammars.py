@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight import LLM, SamplingParams, StructuredOutput
-from inflight.contracts.structured_output import Reasoning
+from inflight.contracts.api.structured_output import Reasoning
 from tests.grammar.helpers import NUM_PADDING, TOKENIZERS, allowed, matcher
 from tests.speculation.oracle import make_rows_free
 from tests.speculation.random_requests import generate, said

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams, StructuredOutput
-from inflight.contracts.plan import SpanTokens, StepPlan, StepTokens
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.plan import SpanTokens, StepPlan, StepTokens
+from inflight.contracts.step.record import StepRecord
 from tests import zoo
 from tests.grammar.helpers import WIDE
 from tests.speculation.oracle import Oracle, make_it_ask, make_rows_free

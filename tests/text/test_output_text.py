@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from inflight.contracts.structured_output import Reasoning
+from inflight.contracts.api.structured_output import Reasoning
 from inflight.text import OutputText, Tokenizer
 from tests.text.test_detokenizer import cut_points, token_ids_of, whole_text
 from tests.text.test_stop_strings import first_stop, pieces_of

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from inflight.contracts.errors import InvalidRequestError, ModelError
+from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.text.tokenizers_for_tests import ALL, byte_fallback
 

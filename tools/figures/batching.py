@@ -13,7 +13,7 @@ import torch
 from rich.console import Console
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine
 from inflight.execution.preparation.own_attention import prepack_weights

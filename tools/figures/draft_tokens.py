@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 from inflight.observe.pictures import new_figure
 from tools.figures.drawing import ALARM, DECODE, INK, Drawing, tidy
 

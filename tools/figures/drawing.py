@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.execution.kernels import kernels_available
 from inflight.lessons.run import LessonRequest

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight import __version__
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.lessons.methods import Setting
 from inflight.lessons.run import LessonRequest, Run

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import StepRecord
 from inflight.demo_model import DEMO_MODEL
 from inflight.engine.engine import Engine
 from inflight.entrypoints.llm import LLM

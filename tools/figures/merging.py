@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.load import load_model
 from inflight.lessons.padded_batching import PaddedBatch, filter_batch, generate_next_token, init_batch, merge_batches

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.lessons.run import LessonRequest
 from inflight.lessons.static_bench import gpt2_with_random_weights

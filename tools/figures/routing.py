@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import ROUTINGS, EngineConfig
+from inflight.contracts.api.config import ROUTINGS, EngineConfig
 from inflight.observe.pictures import new_figure
 from inflight.observe.run_report import RunReport
 from inflight.simulate import Lengths, StepCost, SyntheticLoad, simulate_replicas

@@ -1,6 +1,6 @@
 """A figure: one step of the engine as `inflight show` draws it, with which tokens attend to which."""
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.entrypoints.llm import LLM
 from inflight.observe.step_capture import StepCapture
 from inflight.observe.step_drawing import step_figure

@@ -22,8 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from inflight.census.finding import Finding, Outcome, first_line
 from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits, sensitive_model, vocab_size
 from inflight.census.tiny_configs import model_class, tiny_config
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.entrypoints.llm import LLM
 
 NUM_TOKENS = 16

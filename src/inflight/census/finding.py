@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Literal, TypeAlias
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 
 Outcome: TypeAlias = Literal["exact", "wrong", "refused", "failed", "not causal", "not built"]
 """For a decoder-only causal LM: "exact": every token is the plain model's; "wrong": some are not; "refused": the engine

@@ -28,7 +28,7 @@ from inflight.cli.options import (
     replicas_option,
     tensor_parallel_option,
 )
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError
+from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError
 from inflight.host.garbage_collection import freeze_loaded_objects
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import click
 from inflight.cli.help import Command, Group
 from inflight.cli.options import engine_options, engine_values, model_option, quiet_libraries, size
 from inflight.cli.structure import in_bytes
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from inflight.prefix_store.archive import ArchiveTotals

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from inflight.loadtest.openai_client import OpenAIClient, ServerError
 
 if TYPE_CHECKING:
-    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.api.params import SamplingParams
     from inflight.entrypoints.llm import LLM
 
 HELP = """\

@@ -62,8 +62,8 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     from rich.markup import escape
 
     from inflight import LLM
-    from inflight.contracts.params import SamplingParams
-    from inflight.contracts.record import StepRecord
+    from inflight.contracts.api.params import SamplingParams
+    from inflight.contracts.step.record import StepRecord
     from inflight.lessons.methods import Setting
     from inflight.lessons.race import mixed_requests, run_race
     from inflight.observe.live_view import SlotView

@@ -29,12 +29,12 @@ from inflight.cli.options import (
     tensor_parallel_option,
 )
 from inflight.cli.prompts import PromptLine, read_prompts
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from inflight import LLM
-    from inflight.contracts.outputs import RequestOutput, TextDelta, TokenLogprobs
-    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.api.outputs import RequestOutput, TextDelta, TokenLogprobs
+    from inflight.contracts.api.params import SamplingParams
 import uuid
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from inflight.contracts.foreign_names import hint
+from inflight.contracts.api.foreign_names import hint
 
 SHOWS_ALL = "inflight.shows_all"
 OWN = "Options"

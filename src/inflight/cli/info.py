@@ -12,7 +12,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options, engine_values, model_argument, quiet_libraries
 from inflight.cli.structure import in_bytes, in_words
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.gguf.summary import GgufSummary

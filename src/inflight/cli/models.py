@@ -11,11 +11,11 @@ from click.core import ParameterSource
 
 from inflight.cli.help import Option
 from inflight.cli.options import MODEL, Command, size
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.options import flat_options
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.options import flat_options
 
 if TYPE_CHECKING:
-    from inflight.server.models.settings import PoolSettings
+    from inflight.server.models.pool import PoolSettings
 
 NAME = re.compile(r"[A-Za-z0-9][\w.:-]*(/[\w.:-]+)?", re.ASCII)
 
@@ -117,7 +117,7 @@ def pool_settings(models: Sequence[str], options: Mapping[str, Any]) -> "PoolSet
     tables: Mapping[str, Mapping[str, Any]] = options["models_tables"]
     if len(models) < 2 and options["idle_unload"] is None and not tables:
         return None
-    from inflight.server.models.settings import PoolSettings
+    from inflight.server.models.pool import PoolSettings
     from inflight.server.serving.settings import names_of
 
     for option, (flag, reason) in ONE_MODEL_ONLY.items():

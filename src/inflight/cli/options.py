@@ -17,10 +17,10 @@ import click
 from click.core import ParameterSource
 
 from inflight.cli.help import Option
-from inflight.contracts import config
-from inflight.contracts.options import base_of, flat_options
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api import config
+from inflight.contracts.api.options import base_of, flat_options
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.structured_output import StructuredOutput
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 Options = Callable[[Command], Command]

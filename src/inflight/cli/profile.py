@@ -48,8 +48,8 @@ def profile(
     quiet_libraries()
     from rich.console import Console
 
-    from inflight.contracts.config import EngineConfig
-    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.api.config import EngineConfig
+    from inflight.contracts.api.params import SamplingParams
     from inflight.engine.engine import Engine
     from inflight.execution.hf.source import model_source
     from inflight.observe.pictures import check_pictures, save_png

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from inflight.batches.request_lines import MAX_CUSTOM_ID
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 PROMPT_KEYS = ("prompt", "prompt_token_ids", "messages")
 

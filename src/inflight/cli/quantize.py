@@ -12,7 +12,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
 from inflight.cli.structure import in_bytes
-from inflight.contracts.config import GROUP_SIZES
+from inflight.contracts.api.config import GROUP_SIZES
 
 if TYPE_CHECKING:
     from inflight.entrypoints.quantization import QuantizedWeight

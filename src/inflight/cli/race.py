@@ -11,7 +11,7 @@ from inflight.cli.help import Command
 from inflight.cli.options import config_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.cli.structure import say_if_long
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from inflight.engine.engine import Engine
@@ -68,7 +68,7 @@ def race(
 
     if options["html"] or options["png"]:
         check_pictures()
-    from inflight.contracts.config import EngineConfig
+    from inflight.contracts.api.config import EngineConfig
     from inflight.execution.hf.source import model_source
     from inflight.lessons.methods import Pace, Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
@@ -102,7 +102,7 @@ def _requests(
     lines: Sequence[PromptLine], caps: Sequence[int], engine: "Engine", tokenizer: "Tokenizer | None"
 ) -> "list[LessonRequest]":
     """Prompts as requests that fit into the model's context. Raises `InvalidRequestError`."""
-    from inflight.contracts.params import SamplingParams
+    from inflight.contracts.api.params import SamplingParams
     from inflight.entrypoints.inputs import read_prompt
     from inflight.lessons.run import LessonRequest
 

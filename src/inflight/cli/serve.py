@@ -22,15 +22,15 @@ from inflight.cli.options import (
     tensor_parallel_option,
     values_for,
 )
-from inflight.contracts.config import ROUTINGS
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError
+from inflight.contracts.api.config import ROUTINGS
+from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError
 from inflight.server.chat_format.families import CALL_FORMATS
 from inflight.server.operations.settings import KEYS_VARIABLE, OperatorSettings
 from inflight.server.serving.settings import ServerSettings
 
 if TYPE_CHECKING:
-    from inflight.contracts.record import RecordTo
-    from inflight.server.models.settings import PoolSettings
+    from inflight.contracts.step.record import RecordTo
+    from inflight.server.models.pool import PoolSettings
 
 
 @click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings), tables={"models": OF_A_TABLE})
@@ -114,7 +114,7 @@ def serve_model(
         when_ready: called with the server's address when the model is loaded.
     """
     _prepare_libraries(options)
-    from inflight.contracts.watching import KVEvents
+    from inflight.contracts.api.watching import KVEvents
     from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.server.serving.settings import ServerSettings, names_of
 
@@ -230,7 +230,7 @@ def _record_to(path: str | None, max_bytes: int, num_files: int) -> "RecordTo | 
     """The recording options of the engine's process. Raises `InvalidRequestError` if it is not writable."""
     if path is None:
         return None
-    from inflight.contracts.record import RecordTo
+    from inflight.contracts.step.record import RecordTo
 
     full = Path(path).expanduser().absolute()
     try:

@@ -9,7 +9,7 @@ import click
 from inflight.cli.help import Command
 from inflight.cli.options import engine_options_with, engine_values, model_option, one_each, quiet_libraries, tokens
 from inflight.cli.structure import say_if_long
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 FILE = click.Path(dir_okay=False, writable=True, path_type=Path)
 PAGE_SIZE = 400
@@ -76,8 +76,8 @@ def show(
     from rich.console import Console
 
     from inflight import LLM
-    from inflight.contracts.params import SamplingParams
-    from inflight.contracts.record import StepRecord
+    from inflight.contracts.api.params import SamplingParams
+    from inflight.contracts.step.record import StepRecord
     from inflight.entrypoints.inputs import read_prompt
     from inflight.observe.pictures import check_pictures, save_png, to_html, write_html
     from inflight.observe.step_capture import StepCapture

@@ -9,7 +9,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import engine_values, scheduling_options
-from inflight.contracts.config import ROUTINGS
+from inflight.contracts.api.config import ROUTINGS
 
 FILE = click.Path(path_type=Path)
 LOAD = ("num_requests", "rate", "shared_prefix_tokens", "shared_prefix_share", "num_prefixes", "seed")
@@ -57,7 +57,7 @@ def simulate(
         raise click.UsageError("give either --trace FILE or --synthetic")
     from rich.console import Console
 
-    from inflight.contracts.config import EngineConfig
+    from inflight.contracts.api.config import EngineConfig
     from inflight.observe.recorder import Recorder, read_recording
     from inflight.simulate import (
         AcceptanceRate,

@@ -10,8 +10,8 @@ from typing import Any
 
 import click
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.structured_output import StructuredOutput
 
 LONG = 10.0
 """Seconds. Longer work is announced."""

@@ -1,1 +1,1 @@
-"""Plain data for all packages: what callers pass and get, and what the packages exchange. No torch."""
+"""Plain data that all rooms share: `api`, what users import; `step`, plans and records of steps. No torch."""

@@ -13,13 +13,13 @@ from functools import lru_cache
 from itertools import chain, count
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import BACKGROUND, NO_ADAPTERS, EngineConfig
-from inflight.contracts.errors import AdapterError, InvalidRequestError
-from inflight.contracts.model_info import ModelInfo, refusal_to_generate
-from inflight.contracts.options import is_text
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import BadWords
-from inflight.contracts.pooling import PooledText
+from inflight.contracts.api.config import BACKGROUND, NO_ADAPTERS, EngineConfig
+from inflight.contracts.api.errors import AdapterError, InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
+from inflight.contracts.api.options import is_text
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.pooling import PooledText
+from inflight.contracts.step.plan import BadWords
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
 

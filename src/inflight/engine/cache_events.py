@@ -7,8 +7,8 @@ blocks of a cache group that keeps all tokens are told of, if there is one: whil
 from array import array
 from dataclasses import dataclass
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.cache_layout import ALL_TOKENS
+from inflight.contracts.step.block_hash import Root
+from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of
 

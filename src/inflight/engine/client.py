@@ -15,10 +15,10 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import ROUTINGS
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.config import ROUTINGS
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
+from inflight.contracts.api.watching import Watching
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
 from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
 from inflight.engine.process.session import Mail, Mailbox, Session, shared_future

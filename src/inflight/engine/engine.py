@@ -23,17 +23,17 @@ from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import BACKGROUND, EngineConfig
-from inflight.contracts.errors import (
+from inflight.contracts.api.config import BACKGROUND, EngineConfig
+from inflight.contracts.api.errors import (
     InvalidRequestError,
     QueueFullError,
     RankLostError,
 )
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.record import ArrivalRecord, EngineStats, StepRecord
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import SequenceOutput
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import StepPlan, StepTokens
+from inflight.contracts.step.record import ArrivalRecord, EngineStats, StepRecord
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix

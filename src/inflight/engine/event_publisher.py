@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from inflight.contracts.watching import KVEvents
+from inflight.contracts.api.watching import KVEvents
 from inflight.engine.cache_events import Removed, Stored
 
 logger = logging.getLogger("inflight.engine")

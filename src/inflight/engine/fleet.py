@@ -11,9 +11,9 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import ROUTINGS
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+from inflight.contracts.api.config import ROUTINGS
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.client import RESTART_DELAYS, EngineClient, OneEngine
 from inflight.engine.process.session import Mail, Mailbox, Session, shared_future
 from inflight.engine.replicas.launch import Launches

@@ -11,11 +11,11 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import NO_ADAPTERS, EngineConfig
-from inflight.contracts.errors import AdapterError, InvalidRequestError, ModelError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.pooling import PooledText
+from inflight.contracts.api.config import NO_ADAPTERS, EngineConfig
+from inflight.contracts.api.errors import AdapterError, InvalidRequestError, ModelError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.pooling import PooledText
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.execution.adapters import AdapterCheckpoint, Adapters
 from inflight.execution.hf.load import WatchedWeights

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
 
-from inflight.contracts.live import LaneWork, LiveSequence, LiveState
-from inflight.contracts.record import RecordTo, StepRecord
+from inflight.contracts.step.live import LaneWork, LiveSequence, LiveState
+from inflight.contracts.step.record import RecordTo, StepRecord
 from inflight.engine.engine import Engine
 from inflight.host.machine import resident_bytes
 from inflight.observe.recorder import RotatingRecorder, observe_with

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from pathlib import Path
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.model_info import ModelInfo
 from inflight.execution.mapped_memory import populate
 from inflight.execution.model_runner import ModelRunner
 from inflight.prefix_store import BlockFolder, PrefixStore

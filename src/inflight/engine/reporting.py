@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field, replace
 
-from inflight.contracts.outputs import SequenceOutput, TokenScore
-from inflight.contracts.plan import SlotAssignment, Span
-from inflight.contracts.pooling import Values
+from inflight.contracts.api.outputs import SequenceOutput, TokenScore
+from inflight.contracts.api.pooling import Values
+from inflight.contracts.step.plan import SlotAssignment, Span
 from inflight.engine.admission import AcceptedRequest
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Sequence

@@ -3,11 +3,11 @@
 from collections.abc import Callable
 from math import inf
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.config import MTP, EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.features import DRAFT_MODEL, SPECULATION, Features
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.api.config import MTP, EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.features import DRAFT_MODEL, SPECULATION, Features
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
 from inflight.speculation import Constrained, DraftLayout, DraftModelProposer, Lookup, Speculation

@@ -17,8 +17,8 @@ Pure: callers pass durations in.
 from bisect import bisect_left
 from dataclasses import dataclass, field
 
-from inflight.contracts.plan import StepPlan
-from inflight.contracts.record import STEP_SIZES, EngineStats
+from inflight.contracts.step.plan import StepPlan
+from inflight.contracts.step.record import STEP_SIZES, EngineStats
 from inflight.prefix_store import PrefixStore
 from inflight.scheduling.scheduler import Scheduler
 from inflight.speculation import Speculation

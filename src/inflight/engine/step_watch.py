@@ -6,8 +6,8 @@ The engine and the simulator call it around each step. It reads the scheduler an
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from inflight.contracts.plan import StepPlan
-from inflight.contracts.record import ArrivalRecord, PreemptionRecord, SpanKind, SpanRecord, StepRecord
+from inflight.contracts.step.plan import StepPlan
+from inflight.contracts.step.record import ArrivalRecord, PreemptionRecord, SpanKind, SpanRecord, StepRecord
 from inflight.scheduling.scheduler import Scheduler
 from inflight.scheduling.sequence import Sequence
 

@@ -3,8 +3,8 @@
 import threading
 from collections.abc import Iterator, Mapping
 
-from inflight.contracts.config import NO_ADAPTERS, EngineConfig, check_adapter, full_source
-from inflight.contracts.errors import AdapterError
+from inflight.contracts.api.config import NO_ADAPTERS, EngineConfig, check_adapter, full_source
+from inflight.contracts.api.errors import AdapterError
 
 
 class AdapterNames(Mapping[str, str]):

@@ -17,17 +17,17 @@ from itertools import count
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import BACKGROUND, front_options
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.live import LiveState
-from inflight.contracts.model_info import ModelInfo, refusal_to_generate
-from inflight.contracts.options import Seconds, check, refuse_unknown_options
-from inflight.contracts.outputs import RequestOutput, SequenceOutput, TextDelta, merged
-from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
-from inflight.contracts.pooling import PooledText, Values
-from inflight.contracts.record import EngineStats, RecordTo, sum_of
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.config import BACKGROUND, front_options
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
+from inflight.contracts.api.options import Seconds, check, refuse_unknown_options
+from inflight.contracts.api.outputs import RequestOutput, SequenceOutput, TextDelta, merged
+from inflight.contracts.api.params import DEFAULT_PARAMS, SamplingParams
+from inflight.contracts.api.pooling import PooledText, Values
+from inflight.contracts.api.watching import Watching
+from inflight.contracts.step.block_hash import Root
+from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.record import EngineStats, RecordTo, sum_of
 from inflight.engine.admission import Seeds, make_request
 from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready

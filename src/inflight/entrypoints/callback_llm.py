@@ -14,10 +14,10 @@ from contextlib import aclosing
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from inflight.contracts.errors import EngineDeadError
-from inflight.contracts.outputs import RequestMetrics, RequestOutput, TextDelta
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.api.errors import EngineDeadError
+from inflight.contracts.api.outputs import RequestMetrics, RequestOutput, TextDelta
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import EngineStats
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt
 

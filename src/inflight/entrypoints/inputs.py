@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.params import SamplingParams
 from inflight.text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]

@@ -17,13 +17,13 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.contracts.config import engine_config
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.model_info import ModelInfo, refusal_to_generate
-from inflight.contracts.options import refuse_unknown_options
-from inflight.contracts.outputs import RequestOutput, TextDelta
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats, sum_of
+from inflight.contracts.api.config import engine_config
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
+from inflight.contracts.api.options import refuse_unknown_options
+from inflight.contracts.api.outputs import RequestOutput, TextDelta
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import EngineStats, sum_of
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.engine.client import EngineClient
 from inflight.engine.engine import Engine

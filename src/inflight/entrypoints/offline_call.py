@@ -13,9 +13,9 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.errors import EngineDeadError
-from inflight.contracts.outputs import SequenceOutput, merged
+from inflight.contracts.api.errors import EngineDeadError
+from inflight.contracts.api.outputs import SequenceOutput, merged
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.client import EngineClient
 from inflight.engine.process.protocol import Abort, Generate, GenerateMany

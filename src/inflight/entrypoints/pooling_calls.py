@@ -6,8 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
 from inflight.entrypoints.pooling_requests import (
     Output,
     PoolingRequest,

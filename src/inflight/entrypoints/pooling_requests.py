@@ -12,10 +12,10 @@ from typing import Generic, TypeAlias, TypeVar
 
 import numpy as np
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
-from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan, Values
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import ClassificationOutput, EmbeddingOutput, ScoreOutput
+from inflight.contracts.api.pooling import NORMALIZE, PooledText, PoolingPlan, Values
 from inflight.text.tokenizer import Tokenizer
 
 Text: TypeAlias = str | Sequence[int]

@@ -7,8 +7,8 @@ from pathlib import Path
 import torch
 from tqdm.auto import tqdm
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import load_model

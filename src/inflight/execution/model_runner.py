@@ -10,12 +10,12 @@ from math import isnan
 import torch
 from transformers import GenerationConfig
 
-from inflight.contracts.cache_layout import CacheLayout
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.features import PREFIX_STORE, Features
-from inflight.contracts.outputs import TokenScore
-from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
-from inflight.contracts.pooling import PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.features import PREFIX_STORE, Features
+from inflight.contracts.api.outputs import TokenScore
+from inflight.contracts.api.pooling import PoolingPlan
+from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.contracts.plan import BlockTable, Span, StepPlan
+from inflight.contracts.step.plan import BlockTable, Span, StepPlan
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 

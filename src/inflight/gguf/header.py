@@ -14,7 +14,7 @@ from typing import Any
 
 import xxhash
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.gguf.find import parts_of
 
 MAGIC = b"GGUF"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from inflight.contracts.model_info import StoredWeights
+from inflight.contracts.api.model_info import StoredWeights
 from inflight.gguf.header import GgufHeader
 
 BYTES_OF_KEY = 2

@@ -19,8 +19,8 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits
 from llguidance.gbnf_to_lark import any_to_lark
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.structured_output import Reasoning, StructuredOutput
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens, pieces_of, written_mark
 from inflight.grammar.matcher import GrammarError, GrammarMatcher, reason

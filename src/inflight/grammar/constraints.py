@@ -19,10 +19,10 @@ from typing import TypeAlias
 import numpy as np
 from llguidance import LLExecutor
 
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import StepPlan
 from inflight.execution.sampling.sampler import TokenMasks
 from inflight.grammar.compiler import GrammarCompiler
 from inflight.grammar.matcher import GrammarError, GrammarMatcher, fill_masks

@@ -18,7 +18,7 @@ from typing import Any
 
 from llguidance import LLMatcher
 
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 _IN_PLACE = ("allOf", "anyOf", "oneOf", "$ref")
 

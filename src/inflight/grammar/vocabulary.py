@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 from llguidance import LLTokenizer
 
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 from inflight.text.tokenizer import Tokenizer
 
 Words: TypeAlias = npt.NDArray[np.int32]

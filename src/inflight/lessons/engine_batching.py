@@ -4,8 +4,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import Unpack
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.lessons.run import LessonRequest, Options, Run
 

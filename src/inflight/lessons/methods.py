@@ -9,7 +9,7 @@ from typing import Protocol, Self, Unpack
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import engine_batching, padded_batching, ragged_batching, static_batching

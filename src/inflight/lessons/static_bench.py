@@ -19,7 +19,7 @@ import torch
 from rich.table import Column, Table
 from transformers import GenerationConfig, GPT2Config, GPT2LMHeadModel, PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.engine.engine import Engine
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.lessons import engine_batching, shared_prefix, static_batching

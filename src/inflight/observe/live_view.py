@@ -7,7 +7,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from inflight.contracts.record import SpanRecord, StepRecord
+from inflight.contracts.step.record import SpanRecord, StepRecord
 
 COLOURS = {"prefill": "yellow", "chunk": "dark_orange", "decode": "green"}
 WIDTH_BESIDE_TEXT = 38

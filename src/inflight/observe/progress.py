@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 
 from tqdm.auto import tqdm
 
-from inflight.contracts.outputs import TextDelta
+from inflight.contracts.api.outputs import TextDelta
 
 
 class ProgressBar:

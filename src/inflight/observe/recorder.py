@@ -24,11 +24,11 @@ from typing import Any
 
 import msgspec
 
-from inflight.contracts.block_hash import Root, block_hashes
-from inflight.contracts.cache_layout import CacheGroup
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.record import ArrivalRecord, PreemptionRecord, RecordTo, SpanRecord, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.block_hash import Root, block_hashes
+from inflight.contracts.step.cache_layout import CacheGroup
+from inflight.contracts.step.record import ArrivalRecord, PreemptionRecord, RecordTo, SpanRecord, StepRecord
 
 logger = logging.getLogger("inflight.recording")
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection
 
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.observe.step_view import Lanes, StepView, view_span, view_step
 

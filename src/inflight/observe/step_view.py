@@ -15,7 +15,7 @@ import numpy.typing as npt
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.text import Text
 
-from inflight.contracts.record import SpanKind, SpanRecord, StepRecord
+from inflight.contracts.step.record import SpanKind, SpanRecord, StepRecord
 from inflight.execution.attention.compared import ComparedCall
 from inflight.execution.attention.reference import ragged_mask
 from inflight.execution.ragged_batch import RaggedBatch

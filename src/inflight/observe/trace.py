@@ -14,7 +14,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 from inflight.observe.pictures import write_file
 from inflight.observe.recorder import Recording
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inflight.contracts.block_hash import Root
+from inflight.contracts.step.block_hash import Root
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import (
     ABOUT_NAME,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import xxhash
 
-from inflight.contracts.block_hash import block_hash
+from inflight.contracts.step.block_hash import block_hash
 from inflight.scheduling.persistence import BlockContent
 
 MAGIC = b"inflight block 2"

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inflight.contracts.block_hash import Root, block_hashes
+from inflight.contracts.step.block_hash import Root, block_hashes
 from inflight.prefix_store.block_file import Rows
 from inflight.prefix_store.block_folder import BlockFolder
 from inflight.scheduling.persistence import BlockContent

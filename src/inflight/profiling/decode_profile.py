@@ -14,7 +14,7 @@ from dataclasses import replace
 
 import torch
 
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.engine.engine import Engine
 from inflight.execution.weights.formats import find_format
 from inflight.profiling.machine import MachineMeter

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.api.model_info import ModelInfo
 from inflight.observe.pictures import write_file
 from inflight.profiling.machine import Machine
 from inflight.profiling.operators import LARGE, OperatorTimes, PhaseTimes

@@ -25,8 +25,8 @@ from ray.data.llm import Processor, ProcessorConfig
 from ray.llm._internal.batch.processor import ProcessorBuilder
 from ray.llm._internal.batch.stages.base import StatefulStage, StatefulStageUDF
 
-from inflight.contracts.config import engine_config
-from inflight.contracts.options import refuse_unknown_options
+from inflight.contracts.api.config import engine_config
+from inflight.contracts.api.options import refuse_unknown_options
 from inflight.host.machine import usable_cores
 from inflight.scale.rows import OTHER_COLUMNS, PROMPT_COLUMNS, RowEngine, params_of
 from inflight.scale.settings import threads_of

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn import Config
 from uvicorn.lifespan.on import LifespanOn
 
-from inflight.contracts.record import EngineStats
+from inflight.contracts.step.record import EngineStats
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.scale.prefix_front import ForwardedRequest
 from inflight.scale.settings import AppSettings, options_in_actor

@@ -7,10 +7,10 @@ from typing import Any
 
 import msgspec
 
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, InvalidRequestError
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError, InvalidRequestError
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt
 from inflight.scale.settings import options_in_actor

@@ -15,7 +15,7 @@ from typing import Any
 from ray import serve
 from ray.serve import Application
 
-from inflight.contracts.options import refuse_unknown_options
+from inflight.contracts.api.options import refuse_unknown_options
 from inflight.host.machine import usable_cores
 from inflight.scale.prefix_front import PrefixFront, router_of
 from inflight.scale.replica import POLICY, AnsweringReplica, EngineReplica

@@ -10,8 +10,8 @@ from typing import Any
 import ray
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig, engine_config
-from inflight.contracts.params import MAX_SEED
+from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig, engine_config
+from inflight.contracts.api.params import MAX_SEED
 from inflight.host.machine import usable_cores, usable_memory
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.serving.settings import ServerSettings, names_of

@@ -21,8 +21,8 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
-from inflight.contracts.plan import NO_BLOCK, BlockTable
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.step.plan import NO_BLOCK, BlockTable
 from inflight.scheduling.prefix_cache import CacheWatch, Key, PrefixCache, PrefixNode
 
 BlockTables: TypeAlias = tuple[BlockTable, ...]

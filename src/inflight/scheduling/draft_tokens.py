@@ -9,8 +9,8 @@ from collections.abc import Sequence as SequenceOf
 from collections.abc import Set as AbstractSet
 from typing import NamedTuple, Protocol
 
-from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
-from inflight.contracts.plan import BlockTable, Span
+from inflight.contracts.api.params import DEFAULT_PARAMS, SamplingParams
+from inflight.contracts.step.plan import BlockTable, Span
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.sequence import Sequence
 

@@ -10,8 +10,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from inflight.contracts.block_hash import block_hash
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.block_hash import block_hash
+from inflight.contracts.step.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool, BlockTables
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_key
 from inflight.scheduling.sequence import Sequence
@@ -24,7 +24,7 @@ class BlockContent(NamedTuple):
     """The content of a block. A store finds it by this, and checks it.
 
     Attributes:
-        block_hash: its own; see `contracts.block_hash`.
+        block_hash: its own; see `contracts.step.block_hash`.
         parent: the hash of the block before it, or of the root.
         token_ids: its tokens, as int32.
         group: the cache group whose keys and values it holds.

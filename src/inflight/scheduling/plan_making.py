@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as SequenceOf
 
-from inflight.contracts.plan import SlotAssignment, Span, StepPlan
+from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.scheduling.sequence import Sequence
 from inflight.scheduling.sequences import Slots
 

@@ -15,8 +15,8 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
-from inflight.contracts.block_hash import Root, block_hash
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.block_hash import Root, block_hash
+from inflight.contracts.step.plan import NO_BLOCK
 
 Parent: TypeAlias = "Root | PrefixNode"
 """The parent of a block: a root, or another block."""

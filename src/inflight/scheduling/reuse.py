@@ -8,8 +8,8 @@ removed, and sequences that relied on them start over. Knows nothing of budgets,
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.plan import NO_BLOCK
+from inflight.contracts.step.block_hash import Root
+from inflight.contracts.step.plan import NO_BLOCK
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import PrefixNode, make_key
 from inflight.scheduling.sequence import Sequence

@@ -29,10 +29,10 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from typing import Self
 
-from inflight.contracts.cache_layout import CacheLayout
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.outputs import FinishReason
-from inflight.contracts.plan import NO_BLOCK, Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.outputs import FinishReason
+from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.plan import NO_BLOCK, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.draft_tokens import DraftPlanner, Speculator, num_accepted_tokens
 from inflight.scheduling.persistence import BlockStore, Persistence

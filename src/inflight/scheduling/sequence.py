@@ -3,12 +3,12 @@
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import BACKGROUND
-from inflight.contracts.outputs import FinishReason
-from inflight.contracts.params import DEFAULT_PARAMS, SamplingParams
-from inflight.contracts.plan import BadWords
-from inflight.contracts.pooling import PooledText
+from inflight.contracts.api.config import BACKGROUND
+from inflight.contracts.api.outputs import FinishReason
+from inflight.contracts.api.params import DEFAULT_PARAMS, SamplingParams
+from inflight.contracts.api.pooling import PooledText
+from inflight.contracts.step.block_hash import Root
+from inflight.contracts.step.plan import BadWords
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent
 

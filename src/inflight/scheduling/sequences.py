@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from heapq import nsmallest
 from typing import TypeAlias
 
-from inflight.contracts.config import BACKGROUND
+from inflight.contracts.api.config import BACKGROUND
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.sequence import Request, Sequence
 

@@ -16,7 +16,7 @@ from fastapi import FastAPI
 
 from inflight import __version__
 from inflight.batches.worker import Answerer
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError, ModelError
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError, ModelError
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs

@@ -16,16 +16,16 @@ from typing import Any
 import uvicorn
 from fastapi import FastAPI
 
-from inflight.contracts.errors import EngineDeadError, ModelError
-from inflight.contracts.record import RecordTo
+from inflight.contracts.api.errors import EngineDeadError, ModelError
+from inflight.contracts.step.record import RecordTo
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.host.garbage_collection import freeze_loaded_objects
 from inflight.server.app import create_app
 from inflight.server.live.endpoint import add_live_page
 from inflight.server.live.view import LiveView
 from inflight.server.models.loading import LivePage
+from inflight.server.models.pool import PoolSettings
 from inflight.server.models.served import ServedModels
-from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.connections import allow_many_open_files, limited_to
 from inflight.server.operations.lifecycle import Drain, DrainingServer, ModelReload
 from inflight.server.operations.settings import OperatorSettings

@@ -8,7 +8,7 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from inflight.contracts.record import StepRecord
+from inflight.contracts.step.record import StepRecord
 from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation import DraftTokens
 from inflight.speculation.drafter import NO_DRAFT

@@ -9,9 +9,9 @@ from functools import partial
 from heapq import heappop, heappush
 from itertools import count
 
-from inflight.contracts.block_hash import Root
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
 from inflight.observe.run_report import RunReport
 from inflight.simulate.acceptance import AcceptanceRate

@@ -9,11 +9,11 @@ Draft tokens are accepted at random, at the caller's rate.
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.plan import Span, StepPlan
-from inflight.contracts.record import ArrivalRecord, StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
+from inflight.contracts.step.plan import Span, StepPlan
+from inflight.contracts.step.record import ArrivalRecord, StepRecord
 from inflight.engine.step_feedback import PrefillLimit
 from inflight.engine.step_watch import StepWatch
 from inflight.observe.run_report import RunLog

@@ -6,9 +6,9 @@ and a million requests take no memory.
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.record import StepRecord
 from inflight.observe.run_report import RunReport
 from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest

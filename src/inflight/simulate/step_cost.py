@@ -26,8 +26,8 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Meta
 
-from inflight.contracts.options import check, refuse_unknown_options
-from inflight.contracts.record import StepRecord
+from inflight.contracts.api.options import check, refuse_unknown_options
+from inflight.contracts.step.record import StepRecord
 from inflight.observe.recorder import Recording
 
 ROUNDS = 8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inflight.contracts.plan import BlockTable
+from inflight.contracts.step.plan import BlockTable
 from inflight.scheduling.draft_tokens import Candidate
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.plan import BlockTable, SlotAssignment, Span, StepPlan, StepTokens
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.plan import BlockTable, SlotAssignment, Span, StepPlan, StepTokens
 from inflight.scheduling.draft_tokens import Candidate
 from inflight.speculation.draft_cache import DraftCache, DraftLayout, extend
 from inflight.speculation.drafter import NO_DRAFT, DraftTokens

@@ -4,8 +4,7 @@ Knows nothing of models and steps.
 """
 
 from inflight.text.detokenizer import IncrementalDetokenizer
-from inflight.text.output_text import OutputText
-from inflight.text.stop_strings import StopStrings
+from inflight.text.output_text import OutputText, StopStrings
 from inflight.text.tokenizer import Tokenizer
 
 __all__ = ["IncrementalDetokenizer", "OutputText", "StopStrings", "Tokenizer"]

@@ -6,7 +6,7 @@ Runs in the caller's process. Knows nothing of steps or other requests.
 import time
 from dataclasses import replace
 
-from inflight.contracts.outputs import (
+from inflight.contracts.api.outputs import (
     CompletionOutput,
     Logprob,
     RequestMetrics,
@@ -16,7 +16,7 @@ from inflight.contracts.outputs import (
     TokenLogprobs,
     TokenScore,
 )
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.params import SamplingParams
 from inflight.text.output_text import OutputText
 from inflight.text.tokenizer import Tokenizer
 

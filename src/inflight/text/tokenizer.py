@@ -12,7 +12,7 @@ from contextlib import suppress
 from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any
 
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

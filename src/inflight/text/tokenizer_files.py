@@ -12,9 +12,9 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.options import is_loaded_model, is_loaded_tokenizer
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.options import is_loaded_model, is_loaded_tokenizer
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.text.tokenizer import Tokenizer, one_line

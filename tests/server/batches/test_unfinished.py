@@ -6,7 +6,7 @@ from typing import Any
 import openai
 import pytest
 
-from inflight.contracts.plan import StepPlan, StepTokens
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.server.app import create_app
 from inflight.server.operations.api_keys import ApiKeys
 from inflight.server.serving.settings import ServerSettings

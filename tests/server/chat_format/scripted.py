@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import BaseModel
 
 from inflight import AsyncLLM
-from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
+from inflight.contracts.api.outputs import CompletionOutput, RequestMetrics, RequestOutput, TextDelta
 from tests.server.serving import RunningServer
 
 HERMES_TEMPLATE = """{{ bos_token }}{% if tools %}{% for tool in tools %}{{ tool | tojson }}

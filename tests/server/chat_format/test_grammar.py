@@ -7,7 +7,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form

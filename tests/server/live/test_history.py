@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import pytest
 
-from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.live.history import NUM_PIECES, SECONDS, Latencies, LoadHistory
 
 

@@ -11,7 +11,7 @@ import httpx2
 import pytest
 
 from inflight import AsyncLLM
-from inflight.contracts.record import RecordTo
+from inflight.contracts.step.record import RecordTo
 from inflight.server.live import history
 from inflight.server.live.endpoint import STATIC
 from tests.server.serving import RunningServer

@@ -21,8 +21,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.models.loading import LivePage
+from inflight.server.models.pool import PoolSettings
 from inflight.server.models.served import ServedModels
-from inflight.server.models.settings import PoolSettings
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.stack import OperationsStack
 from inflight.server.serving.settings import ServerSettings

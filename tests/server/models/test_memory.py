@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from inflight import LLM
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.host.machine import usable_memory
 from inflight.server.models.loading import (

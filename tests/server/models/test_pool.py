@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.pool import ModelPool, UnavailableError
 from tests.coroutines import run

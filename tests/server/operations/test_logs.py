@@ -17,7 +17,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.contracts.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from inflight.server.operations.access_log import AccessLog
 from inflight.server.operations.logs import JsonLines, TextLines, current_request_id
 from inflight.server.operations.middleware import RequestIds

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from inflight import AsyncLLM, EngineDeadError, SamplingParams
 from inflight.batches.batch import Batch
-from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inflight.contracts.record import STEP_SIZES, EngineStats
+from inflight.contracts.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.contracts.step.record import STEP_SIZES, EngineStats
 from inflight.engine.engine import Engine
 from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.metrics import Loads

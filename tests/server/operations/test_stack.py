@@ -17,8 +17,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from starlette.types import ASGIApp
 
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.record import EngineStats
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.record import EngineStats
 from inflight.server.operations import stack
 from inflight.server.operations.logs import JsonLines
 from inflight.server.operations.settings import OperatorSettings

@@ -16,8 +16,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from inflight.contracts.outputs import CompletionOutput, RequestMetrics, RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.operations import tracing as tracing_module
 from inflight.server.operations.tracing import Tracing, exporting_provider
 from tests.coroutines import run

@@ -9,7 +9,7 @@ from contextlib import suppress
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Protocol
 
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.watching import Watching
 from inflight.engine.process.protocol import Command, Commands, Event, Load, read_event, to_frame
 from inflight.host.python_process import ending, started
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing
 
-from inflight.contracts.errors import InvalidRequestError, ModelError, QueueFullError
-from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.errors import InvalidRequestError, ModelError, QueueFullError
+from inflight.contracts.api.outputs import SequenceOutput
+from inflight.contracts.api.watching import Watching
 from inflight.engine.admission import AcceptedRequest
 from inflight.engine.engine import Engine
 from inflight.engine.live_feed import LiveFeed

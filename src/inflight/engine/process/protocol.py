@@ -11,14 +11,14 @@ from typing import IO, Any, TypeAlias
 
 import msgspec
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.live import LiveState
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import SequenceOutput
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.pooling import PooledText
-from inflight.contracts.record import EngineStats, RecordTo
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import SequenceOutput
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.pooling import PooledText
+from inflight.contracts.api.watching import Watching
+from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.record import EngineStats, RecordTo
 from inflight.host.python_process import framed, read_frame
 
 

@@ -16,8 +16,8 @@ from itertools import count
 from types import MethodType
 from typing import Any, TypeAlias
 
-from inflight.contracts import errors
-from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.contracts.api import errors
+from inflight.contracts.api.errors import EngineDeadError, ModelError
 from inflight.engine.process.connection import SECONDS_TO_END, Connection
 from inflight.engine.process.protocol import (
     Abort,

@@ -16,10 +16,10 @@ from queue import SimpleQueue
 from subprocess import TimeoutExpired
 from typing import TYPE_CHECKING
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
-from inflight.contracts.errors import ModelError, RankLostError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.api.errors import ModelError, RankLostError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.plan import StepPlan
 from inflight.engine.ranks.links import LoadShard, Message, ProcessLink, RankFailed, RankPlacement, Ready, RunStep
 from inflight.execution.ranks.rank import was_told_to_end
 from inflight.host.machine import place, usable_memory

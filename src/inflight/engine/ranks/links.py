@@ -5,9 +5,9 @@ from dataclasses import dataclass
 from subprocess import Popen
 from typing import IO, TypeAlias
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.plan import StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.plan import StepPlan
 from inflight.host.python_process import ending, framed, read_frame
 
 

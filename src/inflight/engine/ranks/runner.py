@@ -3,12 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError, RankLostError
-from inflight.contracts.features import INSPECTION, Features
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.plan import StepPlan, StepTokens
-from inflight.contracts.pooling import PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError, RankLostError
+from inflight.contracts.api.features import INSPECTION, Features
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.pooling import PoolingPlan
+from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.ranks.group import RankGroup
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.hf.load import ModelSource

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.options import Positive, check, is_loaded_model, is_loaded_tokenizer
-from inflight.contracts.watching import Watching
+from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.options import Positive, check, is_loaded_model, is_loaded_tokenizer
+from inflight.contracts.api.watching import Watching
 from inflight.engine.process.connection import Connection, ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.engine.replicas.live_states import recording_of

@@ -10,8 +10,8 @@ from functools import partial
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-from inflight.contracts.live import LiveState
-from inflight.contracts.record import RecordTo
+from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.record import RecordTo
 from inflight.engine.process.protocol import AskLive
 from inflight.engine.process.session import Session
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from inflight.contracts.block_hash import Root, block_hashes
+from inflight.contracts.step.block_hash import Root, block_hashes
 
 FORGETTING = 0.98
 """The decay of earlier observations at each new one."""

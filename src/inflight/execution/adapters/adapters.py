@@ -18,9 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from inflight.contracts.errors import AdapterError, ModelError
-from inflight.contracts.features import ADAPTERS, Features
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.errors import AdapterError, ModelError
+from inflight.contracts.api.features import ADAPTERS, Features
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.adapters.checkpoint import AdapterCheckpoint, LowRankUpdate, Scaling
 from inflight.execution.adapters.layers import AdaptableLayers, AdapterTarget
 from inflight.execution.executors import Executor, PackedExecutor

@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers.utils.hub import cached_file
 
-from inflight.contracts.errors import AdapterError
+from inflight.contracts.api.errors import AdapterError
 
 DIGEST_SIZE = 16
 CONFIG, WEIGHTS, OLD_WEIGHTS = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"

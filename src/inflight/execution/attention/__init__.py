@@ -2,7 +2,7 @@
 
 import torch
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention.cpu_backend import CpuAttention, CpuCache
 from inflight.execution.attention.interface import AttentionBackend, AttentionSpec
 from inflight.execution.attention.reference import ReferenceAttention

@@ -9,7 +9,7 @@ token. So no memory is reserved for windows or for full attention, as in vLLM's 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheGroup
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheGroup
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.attention.interface import AttentionBackend, KVStorage
 

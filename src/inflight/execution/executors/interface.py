@@ -7,7 +7,7 @@ from typing import Protocol
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.cache_layout import CacheGroup
+from inflight.contracts.step.cache_layout import CacheGroup
 from inflight.execution.ragged_batch import RaggedBatch
 
 

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.cache_layout import CacheGroup
-from inflight.contracts.features import INSPECTION, Features
+from inflight.contracts.api.features import INSPECTION, Features
+from inflight.contracts.step.cache_layout import CacheGroup
 from inflight.execution.attention import AttentionBackend, CpuAttention, ReferenceAttention
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache

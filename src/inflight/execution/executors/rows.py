@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.errors import ModelError
-from inflight.contracts.plan import Span
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.cache_layout import ALL_TOKENS
+from inflight.contracts.step.plan import Span
 from inflight.execution.executors.interface import Capabilities
 from inflight.execution.hf.model_call import ModelCall
 from inflight.execution.hf.row_cache import CacheRows, RowCache, bytes_of, check_layers, indices_of_blocks

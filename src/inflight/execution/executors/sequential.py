@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.plan import Span
+from inflight.contracts.step.cache_layout import ALL_TOKENS
+from inflight.contracts.step.plan import Span
 from inflight.execution.executors.interface import Capabilities
 from inflight.execution.executors.rows import TokenHistory
 from inflight.execution.hf.model_call import ModelCall

@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention import make_backend
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor

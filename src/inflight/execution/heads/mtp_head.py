@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.hf.source import first_line
 
 

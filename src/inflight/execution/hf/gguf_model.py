@@ -20,7 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.floats import BIAS, MIDDLE, TWICE
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
 from inflight.execution.hf.source import first_line

@@ -24,9 +24,9 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.params import SamplingParams
 from inflight.execution.hf.gguf_model import load_gguf_model
 from inflight.execution.hf.quantized_model import load_quantized_model
 from inflight.execution.hf.source import first_line, read_config

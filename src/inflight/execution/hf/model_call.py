@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.ragged_batch import to_device
 
 CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.weight import GroupedLayout, GroupedWeight, PackedMatrix
 from inflight.execution.kernels import kernels_available
 

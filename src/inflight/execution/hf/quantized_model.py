@@ -11,7 +11,7 @@ from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints import QuantizationMethod, find_method
 from inflight.execution.grouped.weight import GroupedWeight, Groups
 from inflight.execution.hf.packed_checkpoint import METHOD, read_packed_weights

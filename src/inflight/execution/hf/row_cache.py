@@ -21,7 +21,7 @@ from transformers.cache_utils import (
     LinearAttentionLayer,
 )
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.ragged_batch import IntArray
 
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)

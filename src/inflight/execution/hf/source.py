@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from huggingface_hub import try_to_load_from_cache
 from transformers import AutoConfig, PreTrainedConfig
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.options import is_loaded_model
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.options import is_loaded_model
 from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.gguf.find import find_gguf, parts_of

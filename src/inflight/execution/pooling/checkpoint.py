@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.pooling import NORMALIZE, PoolingPlan, PoolingTask
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.pooling import NORMALIZE, PoolingPlan, PoolingTask
 from inflight.execution.hf.source import read_config
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader

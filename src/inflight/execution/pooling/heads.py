@@ -21,9 +21,9 @@ from transformers import PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPoolingAndCrossAttentions
 from transformers.utils import cached_file
 
-from inflight.contracts.errors import ModelError
-from inflight.contracts.plan import Span, SpanTokens, StepPlan, StepTokens
-from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.pooling import NORMALIZE, PooledText, PoolingPlan
+from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.executors.packed import TYPE_SHIFT
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch, to_device

@@ -9,10 +9,10 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.features import Features
-from inflight.contracts.pooling import NORMALIZE, PooledText, PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.features import Features
+from inflight.contracts.api.pooling import NORMALIZE, PooledText, PoolingPlan
 from inflight.execution.executors.packed import TYPE_SHIFT
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.execution.hf.model_call import forward_parameters

@@ -8,7 +8,7 @@ from math import inf, isnan
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 
 
 class NotFiniteError(ModelError):

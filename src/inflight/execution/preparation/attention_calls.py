@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.preparation.agreement import relative_error, rounded_again

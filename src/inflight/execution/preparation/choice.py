@@ -13,9 +13,9 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.features import Features
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.features import Features
 from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor

@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, PreTrainedModel
 
-from inflight.contracts.cache_layout import ALL_TOKENS, CacheLayout
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.model_info import ModelInfo, StoredWeights
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.model_info import ModelInfo, StoredWeights
+from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight

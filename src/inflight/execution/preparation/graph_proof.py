@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 import xxhash
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.graph.encode import encode
 from inflight.execution.graph.trace import UntraceableError

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.adapters import Adapters
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.graph.encode import EncodedProgram

@@ -18,7 +18,7 @@ from math import inf
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,

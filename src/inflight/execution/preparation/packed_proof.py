@@ -35,7 +35,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor

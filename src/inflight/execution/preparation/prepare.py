@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.features import QUANTIZATION, Features
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.pooling import PoolingPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.features import QUANTIZATION, Features
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.pooling import PoolingPlan
 from inflight.execution.adapters import Adapters, make_embedding_adaptable
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.executors.packed import FROM_ZERO

@@ -29,8 +29,8 @@ from typing import TypeAlias
 import torch
 from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
-from inflight.contracts.errors import ModelError
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.executors import Executor
 from inflight.execution.plain_linear import PlainLinears
 from inflight.execution.pooling.states_model import gives_states

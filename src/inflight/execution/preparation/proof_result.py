@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.options import flat_options, flat_values
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.options import flat_options, flat_values
 from inflight.execution.hf.hook import attention_in_use
 from inflight.execution.hf.source import checkpoint_files
 from inflight.execution.kernels import kernels_in_use, library

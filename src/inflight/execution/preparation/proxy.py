@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.hf.load import ONE_AT_A_TIME
 from inflight.execution.preparation.proof import NotCausalError, PlainModel
 

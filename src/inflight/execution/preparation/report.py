@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
 from inflight.execution.hf.longrope import longrope_length

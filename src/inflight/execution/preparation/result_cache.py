@@ -22,9 +22,9 @@ import torch
 import xxhash
 from transformers import PreTrainedModel
 
-from inflight.contracts.config import EngineConfig
-from inflight.contracts.errors import ModelError
-from inflight.contracts.plan import Span, StepPlan
+from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.executors import PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.kernels import cache_folder, kernels_in_use

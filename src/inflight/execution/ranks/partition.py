@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.weight import watch_expansions
 from inflight.execution.ranks.rank import GatheredLinear, Rank, SummedEmbedding, SummedLinear, SummedOutputs
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.kernels import delete_with, kernels_available
 
 PLACE_BYTES = 2**22

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.contracts.plan import SlotAssignment
+from inflight.contracts.step.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, to_device
 
 FloatArray: TypeAlias = npt.NDArray[np.float32]

@@ -5,8 +5,8 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import torch
 
-from inflight.contracts.outputs import TokenScore
-from inflight.contracts.plan import SlotAssignment
+from inflight.contracts.api.outputs import TokenScore
+from inflight.contracts.step.plan import SlotAssignment
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.sampler import pick
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from inflight.contracts.plan import SlotAssignment
+from inflight.contracts.step.plan import SlotAssignment
 from inflight.execution.kernels import kernels_available
 from inflight.execution.ragged_batch import IntArray, RaggedBatch, to_device
 from inflight.execution.sampling.adjustments import NO_EDITS, Adjuster, Edits, adjust

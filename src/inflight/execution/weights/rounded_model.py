@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from inflight.contracts.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.weights.linear_calls import is_linear, is_watched

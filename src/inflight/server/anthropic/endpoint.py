@@ -8,7 +8,7 @@ from fastapi import Request
 from starlette.responses import Response
 from starlette.types import Scope
 
-from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.contracts.api.outputs import RequestOutput, TextDelta
 from inflight.server.anthropic.request import CountRequest, MessagesRequest
 from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.serving.chat import ChatAnswer, Events, answer_chat

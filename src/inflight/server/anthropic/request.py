@@ -8,8 +8,8 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.params import MAX_COUNT
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.params import MAX_COUNT
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, MAX_EFFORT, ReasoningOptions
 from inflight.server.chat_format.tools import (
     MAX_TOOLS,

@@ -10,7 +10,7 @@ from typing import Any
 
 from starlette.types import ASGIApp, Message
 
-from inflight.contracts.errors import EngineDeadError, EngineGivenUpError
+from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
 from inflight.entrypoints.async_llm import AsyncLLM
 
 SECONDS_BEFORE_RETRY = 0.5

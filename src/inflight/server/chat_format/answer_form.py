@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from inflight.contracts.structured_output import Reasoning, StructuredOutput
+from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
 from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of

@@ -16,7 +16,7 @@ from weakref import WeakKeyDictionary
 import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
-from inflight.contracts.structured_output import Reasoning
+from inflight.contracts.api.structured_output import Reasoning
 from inflight.server.chat_format.blocks import ReasoningBlock
 from inflight.server.chat_format.call_text import CallText, SearchBudget
 from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of

@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
 
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
 from inflight.server.chat_format.families import BareJson, CallFormat, MarkedArguments, head_of

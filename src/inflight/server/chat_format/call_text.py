@@ -22,7 +22,7 @@ from transformers.utils.chat_parsing import parse_response
 from transformers.utils.chat_parsing import response_templates as hf
 from transformers.utils.chat_parsing.content_parsers import process_field
 
-from inflight.contracts.options import is_text
+from inflight.contracts.api.options import is_text
 from inflight.server.wire.api_errors import ApiError
 
 logger = logging.getLogger(__name__)

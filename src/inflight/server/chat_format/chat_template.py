@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any, TypeAlias
 
-from inflight.contracts.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError
 from inflight.entrypoints.inputs import rendered_chat
 from inflight.server.chat_format.answer_template import answer_template_of, chat_template_of
 from inflight.server.wire.api_errors import ApiError

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
-from inflight.contracts.structured_output import Reasoning
+from inflight.contracts.api.structured_output import Reasoning
 
 ResponseTemplate: TypeAlias = Mapping[str, Any]
 """See `transformers.utils.chat_parsing`."""

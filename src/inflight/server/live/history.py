@@ -20,8 +20,8 @@ from math import log
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.serving.observer import EndReason, RequestObserver
 from inflight.server.wire.api_errors import ApiError
 

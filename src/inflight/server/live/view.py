@@ -16,8 +16,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from inflight.contracts.live import LiveState
-from inflight.contracts.record import RecordTo
+from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.record import RecordTo
 from inflight.engine.replicas.live_states import recording_of
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.host.machine import resident_bytes

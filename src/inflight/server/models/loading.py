@@ -19,9 +19,9 @@ from pathlib import Path
 from fastapi import FastAPI
 from starlette.types import ASGIApp
 
-from inflight.contracts.config import CACHE_SHARE_OF_HOST, EngineConfig
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.record import EngineStats
+from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.record import EngineStats
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.gguf.find import parts_of
 from inflight.host.machine import usable_memory

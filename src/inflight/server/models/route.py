@@ -16,7 +16,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.models.loading import ServedModel
 from inflight.server.models.pool import ModelPool, UnavailableError, Use

@@ -15,7 +15,7 @@ from fastapi.routing import APIRoute
 from starlette.responses import RedirectResponse, Response
 from starlette.types import Receive, Scope, Send
 
-from inflight.contracts.config import EngineConfig, front_options
+from inflight.contracts.api.config import EngineConfig, front_options
 from inflight.engine.replicas.launch import check_replicas
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.execution.hf.source import model_source
@@ -25,9 +25,8 @@ from inflight.server.models.app import create_models_app
 from inflight.server.models.load_scheduler import LoadScheduler
 from inflight.server.models.loading import LivePage, ModelLoad, ServedModel, bytes_before_load, cache_limit
 from inflight.server.models.metrics import PoolMetrics
-from inflight.server.models.pool import ModelPool
+from inflight.server.models.pool import ModelPool, PoolSettings
 from inflight.server.models.route import again, chosen, own_scope
-from inflight.server.models.settings import PoolSettings
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ServerSettings

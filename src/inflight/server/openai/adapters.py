@@ -5,7 +5,7 @@ from typing import ClassVar
 from fastapi import Request
 from starlette.responses import PlainTextResponse, Response
 
-from inflight.contracts.errors import AdapterError
+from inflight.contracts.api.errors import AdapterError
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import StrictModel

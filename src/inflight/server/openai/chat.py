@@ -7,7 +7,7 @@ from fastapi import Request
 from msgspec import Raw
 from starlette.responses import Response
 
-from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.contracts.api.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.chat_format.blocks import BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.openai import logprobs
 from inflight.server.openai.chat_request import ChatRequest

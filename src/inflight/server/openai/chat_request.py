@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from inflight.contracts.params import MAX_COUNT
+from inflight.contracts.api.params import MAX_COUNT
 from inflight.server.chat_format.chat_template import MAX_EFFORT, ReasoningOptions, reasoning_options_from
 from inflight.server.chat_format.tools import ToolFields, call_for_template, with_names
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields

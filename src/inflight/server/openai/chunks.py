@@ -7,7 +7,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.contracts.api.outputs import RequestOutput, TextDelta
 from inflight.server.openai.sampling_fields import StreamOptions
 from inflight.server.serving.chat import Events
 from inflight.server.wire.json_route import to_json

@@ -14,9 +14,9 @@ from msgspec import Raw
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.openai import logprobs
 from inflight.server.openai.chunks import ChunkWriter, usage_of
 from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, SamplingFields

@@ -5,7 +5,7 @@ infinities, so values below `LEAST` are reported as `LEAST`, as in vLLM.
 from collections.abc import Sequence
 from typing import Any
 
-from inflight.contracts.outputs import Logprob, TokenLogprobs
+from inflight.contracts.api.outputs import Logprob, TokenLogprobs
 from inflight.text.detokenizer import IncrementalDetokenizer
 from inflight.text.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar, Literal, NotRequired
 from pydantic import ConfigDict, Field, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.server.serving.request_fields import OPTIONS, SharedSamplingFields, structured
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError

@@ -6,7 +6,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.contracts.model_info import ModelInfo
+from inflight.contracts.api.model_info import ModelInfo
 from inflight.server.openai.chat_request import MAX_MESSAGES, Message, TemplateFields
 from inflight.server.serving.service import Service, service_of
 from inflight.server.wire.api_errors import ApiError

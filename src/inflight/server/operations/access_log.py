@@ -12,7 +12,7 @@ from urllib.parse import quote
 
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from inflight.contracts.outputs import RequestOutput
+from inflight.contracts.api.outputs import RequestOutput
 from inflight.server.endpoints import is_work
 from inflight.server.operations.middleware import Middleware, model_of, run_watched
 from inflight.server.serving.observer import EndReason, RequestObserver

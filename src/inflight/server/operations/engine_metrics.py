@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.metrics_core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.record import STEP_SIZES, EngineStats
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.step.record import STEP_SIZES, EngineStats
 
 ReadStats: TypeAlias = Callable[[float], Awaitable[Mapping[int, EngineStats | None]]]
 """Queries running engines, waiting at most this many seconds; None: no answer."""

@@ -19,7 +19,7 @@ import uvicorn
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from inflight.contracts.errors import EngineDeadError, ModelError
+from inflight.contracts.api.errors import EngineDeadError, ModelError
 from inflight.server.endpoints import HEALTH_PATH, OPERATOR_PATHS
 from inflight.server.operations.middleware import Middleware, refuse
 from inflight.server.wire.api_errors import ApiError, path_of

@@ -21,8 +21,8 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight.batches.batch import Batch
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.endpoints import OPERATOR_PATHS
 from inflight.server.operations.engine_metrics import EngineMetrics, ReadStats
 from inflight.server.operations.middleware import Middleware, run_watched

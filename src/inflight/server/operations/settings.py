@@ -5,7 +5,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from inflight.contracts import options
+from inflight.contracts.api import options
 
 KEYS_VARIABLE = "INFLIGHT_API_KEYS"
 """The environment variable for API keys, separated by commas."""

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from inflight import __version__
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.endpoints import operation_of
 from inflight.server.operations.middleware import Middleware, header_of
 from inflight.server.serving.observer import EndReason, RequestObserver

@@ -11,8 +11,8 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.contracts.outputs import ClassificationOutput, EmbeddingOutput
-from inflight.contracts.pooling import Values
+from inflight.contracts.api.outputs import ClassificationOutput, EmbeddingOutput
+from inflight.contracts.api.pooling import Values
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.pooling.running import PoolingBody, Texts, answer_of, as_list, pooled, usage_of
 from inflight.server.serving.service import service_of

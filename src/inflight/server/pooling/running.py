@@ -10,8 +10,8 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError, QueueFullError
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError, QueueFullError
+from inflight.contracts.api.params import SamplingParams
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import service_of

@@ -6,7 +6,7 @@ from fastapi import Request
 from pydantic import Field
 from starlette.responses import Response
 
-from inflight.contracts.outputs import ScoreOutput
+from inflight.contracts.api.outputs import ScoreOutput
 from inflight.server.pooling.running import PoolingBody, answer_of, head, pooled, usage_of
 from inflight.server.serving.service import service_of
 from inflight.server.wire.json_route import json_response

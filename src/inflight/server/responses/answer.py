@@ -5,8 +5,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import CompletionOutput, RequestOutput, TextDelta
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import CompletionOutput, RequestOutput, TextDelta
 from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs

@@ -10,9 +10,9 @@ from msgspec import Meta
 from pydantic import ConfigDict, Field, Tag, with_config
 from typing_extensions import TypedDict
 
-from inflight.contracts.options import check
-from inflight.contracts.params import MAX_COUNT
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.options import check
+from inflight.contracts.api.params import MAX_COUNT
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.server.chat_format.chat_template import MAX_EFFORT, ReasoningOptions, reasoning_options_from
 from inflight.server.chat_format.tools import (
     MAX_TOOLS,

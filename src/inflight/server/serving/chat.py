@@ -13,8 +13,8 @@ from typing import ClassVar, Generic, TypeVar
 from fastapi import Request
 from starlette.responses import Response
 
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import RequestOutput, TextDelta
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import RequestOutput, TextDelta
 from inflight.server.chat_format.answer_form import answer_form
 from inflight.server.chat_format.blocks import Blocks
 from inflight.server.serving.generation import Generation, generate, size_of_answer

@@ -12,10 +12,10 @@ from contextlib import aclosing
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
-from inflight.contracts.config import BACKGROUND
-from inflight.contracts.errors import InvalidRequestError, QueueFullError
-from inflight.contracts.outputs import FinishReason, RequestOutput, TextDelta
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.config import BACKGROUND
+from inflight.contracts.api.errors import InvalidRequestError, QueueFullError
+from inflight.contracts.api.outputs import FinishReason, RequestOutput, TextDelta
+from inflight.contracts.api.params import SamplingParams
 from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import RunningRequest, Service
 from inflight.server.serving.streams import Client

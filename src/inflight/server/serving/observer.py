@@ -5,8 +5,8 @@ from collections.abc import Iterable
 from typing import Literal, TypeAlias
 
 from inflight.batches.batch import Batch
-from inflight.contracts.outputs import RequestOutput
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.outputs import RequestOutput
+from inflight.contracts.api.params import SamplingParams
 
 EndReason: TypeAlias = Literal["stop", "length", "abort", "error", "refused", "timeout"]
 """Why a request ended. "stop", "length": the reason of its first sequence; "abort": its client disconnected or did not

@@ -11,8 +11,8 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from inflight.contracts.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
-from inflight.contracts.structured_output import StructuredOutput
+from inflight.contracts.api.params import MAX_BAD_WORDS, MAX_SEED, SamplingParams
+from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.server.chat_format.chat_template import ReasoningOptions
 from inflight.server.chat_format.tools import ToolFields
 from inflight.server.serving.settings import ServerSettings

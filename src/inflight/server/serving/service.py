@@ -10,10 +10,10 @@ from typing import Any, NamedTuple
 
 from fastapi import Request
 
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError
-from inflight.contracts.model_info import ModelInfo
-from inflight.contracts.outputs import TextDelta
-from inflight.contracts.params import SamplingParams
+from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError, ModelError
+from inflight.contracts.api.model_info import ModelInfo
+from inflight.contracts.api.outputs import TextDelta
+from inflight.contracts.api.params import SamplingParams
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions, render_chat

@@ -7,8 +7,8 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from inflight.contracts import options
-from inflight.contracts.params import MAX_LOGPROBS
+from inflight.contracts.api import options
+from inflight.contracts.api.params import MAX_LOGPROBS
 from inflight.server.chat_format.families import CALL_FORMATS
 
 DEMO_MODEL_NAME = "inflight-demo"

@@ -14,7 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import Scope
 
-from inflight.contracts.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
+from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError, ModelError, QueueFullError
 
 RETRY_AFTER_SECONDS = 1
 """Seconds before a refused client should retry: a full queue moves within a second."""

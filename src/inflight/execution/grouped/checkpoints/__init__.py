@@ -6,7 +6,7 @@ Each quantization method is a module of this folder; `METHODS` has them by their
 from collections.abc import Mapping
 from typing import Any
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.compressed_tensors import CompressedTensors
 from inflight.execution.grouped.checkpoints.floats import EightBitFloats, FourBitFloats
 from inflight.execution.grouped.checkpoints.integers import Awq, Gptq

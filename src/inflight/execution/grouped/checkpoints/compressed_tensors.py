@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.affine import bytes_of, in_groups, unpacked
 from inflight.execution.grouped.checkpoints.floats import powers_of_two, scaled_floats
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod

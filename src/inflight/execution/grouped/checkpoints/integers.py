@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.affine import bytes_of, in_groups, unpacked
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 from inflight.execution.grouped.weight import Groups

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_
 import msgspec
 from msgspec import Meta
 
-from inflight.contracts.errors import UnknownOptionError
-from inflight.contracts.foreign_names import hint
+from inflight.contracts.api.errors import UnknownOptionError
+from inflight.contracts.api.foreign_names import hint
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])

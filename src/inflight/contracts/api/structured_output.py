@@ -8,7 +8,7 @@ from typing import Annotated
 
 from msgspec import Meta
 
-from inflight.contracts.options import is_text, strict_options
+from inflight.contracts.api.options import is_text, strict_options
 
 MAX_CHARACTERS = 2**18
 """The longest accepted description. Compilation has its own limits."""

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
-from inflight.contracts.cache_layout import ALL_TOKENS
-from inflight.contracts.errors import ModelError
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.cache_layout import ALL_TOKENS
 
 if TYPE_CHECKING:
-    from inflight.contracts.model_info import ModelInfo
+    from inflight.contracts.api.model_info import ModelInfo
 
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
 QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"

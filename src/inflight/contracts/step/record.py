@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, NamedTuple, TypeAlias
 
-from inflight.contracts.options import Positive, strict_options
+from inflight.contracts.api.options import Positive, strict_options
 
 SpanKind: TypeAlias = Literal["prefill", "chunk", "decode"]
 

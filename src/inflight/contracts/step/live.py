@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from inflight.contracts.record import EngineStats, StepRecord
+from inflight.contracts.step.record import EngineStats, StepRecord
 
 
 class LiveSequence(NamedTuple):

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, TypeVar, g
 
 from msgspec import Meta
 
-from inflight.contracts.features import (
+from inflight.contracts.api.features import (
     ADAPTERS,
     CACHE_DTYPE,
     DRAFT_MODEL,
@@ -23,7 +23,7 @@ from inflight.contracts.features import (
     RANKS,
     Features,
 )
-from inflight.contracts.options import (
+from inflight.contracts.api.options import (
     NotNegative,
     Positive,
     Seconds,
@@ -33,9 +33,9 @@ from inflight.contracts.options import (
     refuse_unknown_options,
     strict_options,
 )
-from inflight.contracts.params import MAX_SEED
-from inflight.contracts.record import RecordTo
-from inflight.contracts.watching import KVEvents
+from inflight.contracts.api.params import MAX_SEED
+from inflight.contracts.api.watching import KVEvents
+from inflight.contracts.step.record import RecordTo
 
 GROUP_SIZES = (32, 64, 128)
 MTP = "mtp"

@@ -7,8 +7,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from msgspec import Meta
 
-from inflight.contracts.options import NotNegative, Positive, check, refuse_unknown_options, strict_options
-from inflight.contracts.record import RecordTo
+from inflight.contracts.api.options import NotNegative, Positive, check, refuse_unknown_options, strict_options
+from inflight.contracts.step.record import RecordTo
 
 Address: TypeAlias = Annotated[str, Meta(description="an address such as 'tcp://*:5557'")]
 

@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
-from inflight.contracts.outputs import TokenScore
-from inflight.contracts.params import SamplingParams
-from inflight.contracts.pooling import PooledText, Values
+from inflight.contracts.api.outputs import TokenScore
+from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.api.pooling import PooledText, Values
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""

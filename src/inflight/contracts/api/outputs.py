@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Literal, NamedTuple, TypeAlias
 
-from inflight.contracts.pooling import Values
+from inflight.contracts.api.pooling import Values
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort", "error"]
 

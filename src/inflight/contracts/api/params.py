@@ -6,8 +6,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta
 
-from inflight.contracts.options import MAX_FLOAT, NotNegative, check, check_members, is_text, strict_options
-from inflight.contracts.structured_output import Reasoning, StructuredOutput
+from inflight.contracts.api.options import MAX_FLOAT, NotNegative, check, check_members, is_text, strict_options
+from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
 
 MAX_SEED = 2**63 - 1
 MAX_SEQUENCES = 16384

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass
 
-from inflight.contracts.cache_layout import CacheGroup
-from inflight.contracts.errors import InvalidRequestError
-from inflight.contracts.pooling import PoolingPlan
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.pooling import PoolingPlan
+from inflight.contracts.step.cache_layout import CacheGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,1 @@
+"""What passes between scheduling, execution and observers: plans, records of steps, cache layouts, block hashes."""

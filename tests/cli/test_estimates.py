@@ -61,7 +61,7 @@ def test_a_lesson_is_estimated_from_a_step_and_a_prompt(clock: SimpleNamespace) 
 
 
 def test_a_race_says_what_all_of_its_methods_take(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Pace, "of", lambda model, num_slots, num_prompt_tokens: Pace(5.0, 0.0))
+    monkeypatch.setattr(Pace, "measure", lambda model, num_slots, num_prompt_tokens: Pace(5.0, 0.0))
     prompts = ("race", "Once", "Long ago", "--max-tokens", 2)
     assert command(*prompts).stderr == "inflight: about 40 s\n"
     assert command(*prompts, "--method", "engine").stderr == ""

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError, ModelError
+from inflight.contracts.step.block_hash import Root
 from inflight.engine.fleet import Fleet
 from inflight.engine.process.protocol import Failed
 from tests.coroutines import run
@@ -53,7 +54,7 @@ def replicas_of(engines: Engines, count: int = 8) -> set[int]:
     """Those that get requests."""
     numbers = set()
     for _ in range(count):
-        with engines.client.deliver([1, 2], None) as delivery:
+        with engines.client.deliver([1, 2], Root()) as delivery:
             numbers |= {number for number, each in engines.client.sessions().items() if each is delivery.session}
     return numbers
 
@@ -96,7 +97,7 @@ def test_a_dead_engines_requests_end_and_others_run_on() -> None:
         engines = Engines(2)
         engines.client.start()
         first, _ = await engines.load(0), await engines.load(1)
-        with engines.client.deliver([1], None) as one, engines.client.deliver([1], None) as other:
+        with engines.client.deliver([1], Root()) as one, engines.client.deliver([1], Root()) as other:
             assert one.session is not other.session
             on_first, on_second = (one, other) if one.session.connection is first else (other, one)
             first.events.put(None)
@@ -141,7 +142,7 @@ def test_if_none_can_be_loaded_all_who_wait_learn_why() -> None:
             engines.started[number][0].events.put(None)
         with pytest.raises(ModelError, match="no such model"):
             await asyncio.wrap_future(started)
-        with pytest.raises(EngineDeadError, match="no engine is running"), engines.client.deliver([1], None):
+        with pytest.raises(EngineDeadError, match="no engine is running"), engines.client.deliver([1], Root()):
             pass
 
     run(check())
@@ -153,7 +154,7 @@ def test_an_engine_is_replaced_when_the_new_one_is_loaded_and_ends_with_its_last
         engines.client.start()
         old, _ = await engines.load(0), await engines.load(1)
         replacing = engines.client.replace()
-        with engines.client.deliver([1], None) as one, engines.client.deliver([1], None) as other:
+        with engines.client.deliver([1], Root()) as one, engines.client.deliver([1], Root()) as other:
             kept = one if one.session.connection is old else other
             replaced = next(replacing)
             assert replicas_of(engines) == {0, 1}  # the old one, as long as the new one is not loaded
@@ -162,7 +163,7 @@ def test_an_engine_is_replaced_when_the_new_one_is_loaded_and_ends_with_its_last
             assert session is kept.session
             assert not session.is_stopped
             for _ in range(8):
-                with engines.client.deliver([1], None) as delivery:
+                with engines.client.deliver([1], Root()) as delivery:
                     assert delivery.session.connection is not old
             kept.put("still served")
             assert await kept.read() == ["still served"]

@@ -30,7 +30,7 @@ BYTE_LEVEL = TOKENIZERS["byte_level"]
         ({"regex": "a" * (MAX_CHARACTERS + 1)}, r"regex has 262145 characters; at most 262144 are accepted"),
         ({"choice": ()}, r"choice is \(\); it must be a list of at least one string"),
         ({"choice": "abc"}, r"choice is 'abc'; it must be a list"),
-        ({"choice": ("a", 1)}, r"a member of choice is 1; it must be text"),
+        ({"choice": ("a", 1)}, r"a member of choice is 1; it must be a string"),
         ({"choice": ("\ud800",)}, r"half of a surrogate pair"),
         ({"choice": ("a" * 200_000, "b" * 200_000)}, r"choice has more than 262144 characters"),
         ({"jsonschema": "{}"}, r"no option 'jsonschema'; did you mean 'json_schema'\?"),

@@ -12,8 +12,9 @@ import pytest
 from inflight import AsyncLLM, EngineGivenUpError
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.process.protocol import Load
+from inflight.server.operations.connections import listen
 from inflight.server.operations.settings import OperatorSettings
-from inflight.server.run import listen, serve_until_told
+from inflight.server.run import serve_until_told
 from inflight.server.serving.settings import ServerSettings
 
 

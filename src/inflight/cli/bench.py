@@ -53,7 +53,7 @@ def static(rounds: int | None, requests: int | None, dtype: str, threads: int | 
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-    from inflight.execution.hf.source import model_source
+    from inflight.entrypoints.inputs import model_source
     from inflight.lessons import static_bench
 
     if threads is not None:

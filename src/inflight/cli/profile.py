@@ -51,7 +51,7 @@ def profile(
     from inflight.contracts.api.config import EngineConfig
     from inflight.contracts.api.params import SamplingParams
     from inflight.engine.engine import Engine
-    from inflight.execution.hf.source import model_source
+    from inflight.entrypoints.inputs import model_source
     from inflight.observe.pictures import check_pictures, save_png
     from inflight.profiling import profile_decode
     from inflight.profiling.table import profile_figure, profile_table

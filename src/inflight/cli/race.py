@@ -69,7 +69,7 @@ def race(
     if options["html"] or options["png"]:
         check_pictures()
     from inflight.contracts.api.config import EngineConfig
-    from inflight.execution.hf.source import model_source
+    from inflight.entrypoints.inputs import model_source
     from inflight.lessons.methods import Pace, Setting
     from inflight.lessons.race import mixed_requests, run_race, write_html, write_png
     from inflight.lessons.run import Options

@@ -196,7 +196,7 @@ def _operator_settings(options: dict[str, Any]) -> OperatorSettings:
 
 
 def _listener(host: str, port: int, max_stall: float) -> socket.socket:
-    from inflight.server.run import listen
+    from inflight.server.operations.connections import listen
 
     try:
         return listen(host, port, max_stall)

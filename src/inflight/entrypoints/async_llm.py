@@ -35,10 +35,9 @@ from inflight.engine.process.session import Session
 from inflight.engine.replicas.launch import check_replicas, load_of
 from inflight.engine.replicas.live_states import RequestNames, live_states, recording_of
 from inflight.entrypoints.adapter_names import AdapterNames
-from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, read_prompt
+from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, model_source, read_prompt
 from inflight.entrypoints.pooling_calls import AsyncPoolingCalls
 from inflight.entrypoints.pooling_requests import Output, PoolingRequest
-from inflight.execution.hf.source import model_source
 from inflight.host.garbage_collection import call_after
 from inflight.text.collector import Collector
 from inflight.text.tokenizer import Tokenizer

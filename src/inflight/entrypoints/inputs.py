@@ -1,12 +1,18 @@
 """Reads prompts into token ids. Knows no request: admission decides whether a prompt can run."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.api.errors import InvalidRequestError, ModelError
+from inflight.contracts.api.options import is_loaded_model
 from inflight.contracts.api.params import SamplingParams
+from inflight.demo_model import DEMO_MODEL
 from inflight.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one)."""
@@ -87,3 +93,17 @@ def _messages(messages: Any) -> list[dict[str, Any]]:
     if not isinstance(messages, Sequence) or not all(isinstance(message, Mapping) for message in messages):
         raise InvalidRequestError(f"messages is {messages!r}; a chat is a list of dicts with a role and a content")
     return [dict(message) for message in messages]
+
+
+def model_source(model: object) -> "str | PreTrainedModel":
+    """A hub id, a folder with `~` expanded, or a loaded model; None is the embedded model. Raises `ModelError` for
+    anything else."""
+    if model is None:
+        return str(DEMO_MODEL)
+    if is_loaded_model(model):
+        return model
+    if isinstance(model, str | os.PathLike):
+        return os.path.expanduser(os.fspath(model))
+    raise ModelError(
+        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
+    )

@@ -31,12 +31,20 @@ from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import AskStats, PinPrefix, Ready, SavePrefixes
 from inflight.engine.replicas.launch import check_replicas, load_of
 from inflight.entrypoints.adapter_names import AdapterNames
-from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Messages, Prompt, check_chat, default_params, read_prompt
+from inflight.entrypoints.inputs import (
+    TEMPLATE_OPTIONS,
+    Messages,
+    Prompt,
+    check_chat,
+    default_params,
+    model_source,
+    read_prompt,
+)
 from inflight.entrypoints.offline_call import OfflineCall, RefusedRequestError
 from inflight.entrypoints.pooling_calls import PoolingCalls
 from inflight.entrypoints.pooling_requests import Output, PoolingRequest
 from inflight.execution.hf.load import ModelSource
-from inflight.execution.hf.source import check_source, model_source
+from inflight.execution.hf.source import check_source
 from inflight.host.garbage_collection import call_after
 from inflight.observe.progress import with_progress
 from inflight.text.collector import Collector

@@ -6,7 +6,7 @@ tensors.
 """
 
 from inflight.grammar.compiler import GrammarCompiler
-from inflight.grammar.constraints import MaskHandle, MaskWorker, StepMasks
+from inflight.grammar.mask_worker import MaskHandle, MaskWorker, StepMasks
 from inflight.grammar.matcher import GrammarError, GrammarMatcher
 
 __all__ = ["GrammarCompiler", "GrammarError", "GrammarMatcher", "MaskHandle", "MaskWorker", "StepMasks"]

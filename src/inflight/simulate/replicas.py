@@ -14,9 +14,8 @@ from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.step.block_hash import Root
 from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
 from inflight.observe.run_report import RunReport
-from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest
-from inflight.simulate.simulated_engine import SimulatedEngine
+from inflight.simulate.simulated_engine import AcceptanceRate, SimulatedEngine
 from inflight.simulate.simulator import in_order, report_of
 from inflight.simulate.step_cost import Cost
 

@@ -10,9 +10,8 @@ from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.step.record import StepRecord
 from inflight.observe.run_report import RunReport
-from inflight.simulate.acceptance import AcceptanceRate
 from inflight.simulate.requests import SimulatedRequest
-from inflight.simulate.simulated_engine import SimulatedEngine
+from inflight.simulate.simulated_engine import AcceptanceRate, SimulatedEngine
 from inflight.simulate.step_cost import Cost
 
 

@@ -9,28 +9,12 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.api.options import is_loaded_model
-from inflight.demo_model import DEMO_MODEL
 from inflight.execution.hf.gguf_config import read_gguf_config
 from inflight.gguf.find import find_gguf, parts_of
 from inflight.gguf.header import GgufHeader
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-
-def model_source(model: object) -> "str | PreTrainedModel":
-    """A hub id, a folder with `~` expanded, or a loaded model; None is the embedded model. Raises `ModelError` for
-    anything else."""
-    if model is None:
-        return str(DEMO_MODEL)
-    if is_loaded_model(model):
-        return model
-    if isinstance(model, str | os.PathLike):
-        return os.path.expanduser(os.fspath(model))
-    raise ModelError(
-        f"the model is a {type(model).__name__}; it must be a hub id, a folder, or a transformers PreTrainedModel"
-    )
+    pass
 
 
 def check_source(source: str | os.PathLike[str], config: EngineConfig) -> None:

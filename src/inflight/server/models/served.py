@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 from inflight.contracts.api.config import EngineConfig, front_options
 from inflight.engine.replicas.launch import check_replicas
 from inflight.entrypoints.async_llm import AsyncLLM
-from inflight.execution.hf.source import model_source
+from inflight.entrypoints.inputs import model_source
 from inflight.host.machine import free_memory
 from inflight.server.live import endpoint
 from inflight.server.models.app import create_models_app

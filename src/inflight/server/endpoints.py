@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from inflight.server.anthropic import endpoint as anthropic
 from inflight.server.batches import batches_endpoint, files_endpoint
-from inflight.server.openai import adapters, chat, completions, tokenization
+from inflight.server.openai import adapters, chat, completions, token_count, tokenization
 from inflight.server.pooling import embeddings, scores
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.answer import ResponsesErrors
@@ -69,6 +69,7 @@ ENDPOINTS = (
     Endpoint("/v1/score", scores.score, aliases=("/score",)),
     Endpoint("/classify", embeddings.classify),
     Endpoint("/tokenize", tokenization.tokenize),
+    Endpoint("/v1/token_count", token_count.token_count),
     Endpoint("/detokenize", tokenization.detokenize),
     Endpoint("/tokenizer_info", tokenization.tokenizer_info, GET),
     Endpoint("/v1/responses/{response_id}", responses.get_response, GET, answered_by="server"),

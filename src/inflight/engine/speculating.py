@@ -11,6 +11,7 @@ from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.execution.hf.source import check_source
 from inflight.execution.model_runner import ModelRunner
 from inflight.speculation import Constrained, DraftLayout, DraftModelProposer, Lookup, Speculation
+from inflight.speculation.repeat import Repeat
 from inflight.speculation.constrained import Grammars
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import load_tokenizer
@@ -26,8 +27,9 @@ def speculation_of(
         proposer: the draft model, if there is one.
     """
     lookup = Lookup() if config.speculation.method in ("auto", "lookup") else None
+    drafter = Repeat() if config.speculation.method == "repeat" else lookup
     asked = (lambda: None) if config.speculation.method == "draft" else grammars
-    return Speculation(Constrained(asked, lookup), config.speculation.max_draft_tokens, proposer=proposer)
+    return Speculation(Constrained(asked, drafter), config.speculation.max_draft_tokens, proposer=proposer)
 
 
 def describe_speculation(config: EngineConfig, info: ModelInfo) -> str:

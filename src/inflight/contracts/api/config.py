@@ -180,7 +180,7 @@ class SpeculationConfig:
         max_draft_tokens: the most draft tokens of a sequence in a step.
     """
 
-    method: Literal["auto", "lookup", "grammar", "draft", "off"] = _flat("speculation", "auto")
+    method: Literal["auto", "lookup", "grammar", "draft", "repeat", "off"] = _flat("speculation", "auto")
     draft_model: Annotated[str, Meta(min_length=1, description="a hub id, a folder, or 'mtp'")] | None = None
     max_draft_tokens: Positive = 16
 

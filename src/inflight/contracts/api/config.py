@@ -212,7 +212,7 @@ class DebugConfig:
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
     """
 
-    executor: Literal["auto", "packed", "rows", "sequential"] = "auto"
+    executor: Literal["auto", "packed", "rows", "sequential", "recomputing"] = "auto"
     attention_backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
     record_forward: bool = True
     verify: bool = False
@@ -301,7 +301,7 @@ class EngineConfig:
             RANKS: self.tensor_parallel_size > 1,
             QUANTIZATION: self.quantization.method is not None,
             CACHE_DTYPE: self.kv_cache.dtype != "auto",
-            OTHER_EXECUTORS: self.debug.executor in ("rows", "sequential"),
+            OTHER_EXECUTORS: self.debug.executor in ("rows", "sequential", "recomputing"),
             GPU: self.device not in ("auto", "cpu"),
         }
 

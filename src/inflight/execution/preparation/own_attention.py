@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.executors import Executor, RowsExecutor, SequentialExecutor
+from inflight.execution.executors.recomputing import RecomputingExecutor
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
     NOISE_MARGIN,
@@ -54,6 +55,7 @@ PREPACKING_RUN_LENGTH = 12
 
 RUN_MODES = {
     "rows": (RunMode("rows", pads=True), RunMode("rows"), RunMode("rows", in_one_piece=True)),
+    "recomputing": (RunMode("recomputing", in_one_piece=True, uses_cache=False),),
     "sequential": (RunMode("sequential"), RunMode("sequential", in_one_piece=True)),
 }
 RECOMPUTED = RunMode("sequential", in_one_piece=True, uses_cache=False)
@@ -63,6 +65,8 @@ def make_executor(mode: RunMode, model: PreTrainedModel, block_size: int, num_sl
     """Make the executor of a mode. Raises `ModelError` if it cannot handle the model's cache."""
     if mode.executor == "rows":
         return RowsExecutor(model, block_size, num_slots, in_one_piece=mode.in_one_piece, pads=mode.pads)
+    if mode.executor == "recomputing":
+        return RecomputingExecutor(model)
     return SequentialExecutor(model, in_one_piece=mode.in_one_piece, uses_cache=mode.uses_cache)
 
 

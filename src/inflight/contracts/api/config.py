@@ -78,7 +78,7 @@ class QuantizationConfig:
             where the CPU is faster so (AVX2, AVX-512), else exact.
     """
 
-    method: Literal["int8", "int4"] | None = _flat("quantization", None)
+    method: Literal["int8", "int4", "bfloat16"] | None = _flat("quantization", None)
     group_size: Literal[32, 64, 128] = _flat("quantization_group_size", 32)
     minima: bool = _flat("quantization_minima", False)
     arithmetic: Literal["auto", "fast", "exact"] = _flat("quantization_arithmetic", "auto")

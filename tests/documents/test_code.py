@@ -19,8 +19,9 @@ import pytest
 import inflight
 from inflight.cli import app
 from inflight.contracts.api import features
-from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.config import EngineConfig, FleetConfig
 from inflight.contracts.api.foreign_names import FOREIGN_NAMES
+from inflight.contracts.api.options import option_names
 from tests.documents.pages import DOCUMENTS, ROOT, Block, blocks, code_in_text
 
 PYTHON = blocks("python")
@@ -55,7 +56,7 @@ def options_of(name: str) -> set[str]:
     own = set(signature(getattr(inflight, name)).parameters)
     if name in ("SamplingParams", "StructuredOutput", "EngineConfig"):
         own |= {field.name for field in fields(getattr(inflight, name))}
-    return own | {field.name for field in fields(EngineConfig)} if "options" in own else own
+    return own | option_names(EngineConfig) | option_names(FleetConfig) if "options" in own else own
 
 
 @pytest.mark.parametrize(

@@ -15,12 +15,11 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
-from inflight.contracts.api.config import ROUTINGS
 from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.api.watching import Watching
 from inflight.contracts.step.block_hash import Root
-from inflight.engine.process.connection import Connection, ProcessConnection, ThreadConnection
-from inflight.engine.process.protocol import CloseAdapter, Load, OpenAdapter
+from inflight.engine.process.connection import Connection, ThreadConnection
+from inflight.engine.process.protocol import CloseAdapter, OpenAdapter
 from inflight.engine.process.session import Mail, Mailbox, Session, shared_future
 
 if TYPE_CHECKING:
@@ -51,35 +50,6 @@ class EngineClient(ABC):
 
     num_replicas: int
     num_crashes: int
-
-    @staticmethod
-    def in_thread(
-        load: "Callable[[], Engine]",
-        watching: Watching | None = None,
-        restart_delays: Sequence[float] = RESTART_DELAYS,
-        *,
-        is_offline: bool = False,
-    ) -> "EngineClient":
-        """An engine in a thread of this process; see `ThreadConnection`."""
-        client = OneEngine(lambda: ThreadConnection(load, watching, is_offline=is_offline), restart_delays)
-        _in_threads.add(client)
-        return client
-
-    @staticmethod
-    def in_processes(
-        load: Load,
-        number: int,
-        restart_delays: Sequence[float] = RESTART_DELAYS,
-        step_timeout: float | None = None,
-        routing: str = ROUTINGS[0],
-    ) -> "EngineClient":
-        """`number` engines, each in a process and on cores of its own."""
-        if number == 1:
-            return OneEngine(lambda: ProcessConnection(load), restart_delays, step_timeout)
-        from inflight.engine.fleet import Fleet  # which consists of clients
-        from inflight.engine.replicas.launch import Launches
-
-        return Fleet(Launches(load, number), restart_delays, step_timeout, routing, load.config.scheduling.max_num_seqs)
 
     @abstractmethod
     def start(self) -> "Future[Session]":
@@ -254,3 +224,16 @@ class OneEngine(EngineClient):
                 delay = self._restart_delays[times - 1]
                 self._start_time = time.monotonic() + delay
                 logger.error("%s; it can be started again in %g s", error, delay)
+
+
+def engine_in_thread(
+    load: "Callable[[], Engine]",
+    watching: Watching | None = None,
+    restart_delays: Sequence[float] = RESTART_DELAYS,
+    *,
+    is_offline: bool = False,
+) -> EngineClient:
+    """An engine in a thread of this process; see `ThreadConnection`."""
+    client = OneEngine(lambda: ThreadConnection(load, watching, is_offline=is_offline), restart_delays)
+    _in_threads.add(client)
+    return client

@@ -11,10 +11,12 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
-from inflight.contracts.api.config import ROUTINGS
+from inflight.contracts.api.config import ROUTINGS, FleetConfig
 from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.step.block_hash import Root
 from inflight.engine.client import RESTART_DELAYS, EngineClient, OneEngine
+from inflight.engine.process.connection import ProcessConnection
+from inflight.engine.process.protocol import Load
 from inflight.engine.process.session import Mail, Mailbox, Session, shared_future
 from inflight.engine.replicas.launch import Launches
 from inflight.engine.replicas.router import ReplicaSize, RoutedRequest, Router
@@ -150,3 +152,11 @@ def _first_result(futures: "Sequence[Future[Session]]") -> "Future[Session]":
     for future in futures:
         future.add_done_callback(done)
     return first
+
+
+def engines_in_processes(load: Load, number: int, fleet: FleetConfig) -> EngineClient:
+    """`number` engines, each in a process and on cores of its own."""
+    if number == 1:
+        return OneEngine(lambda: ProcessConnection(load), fleet.restart_delays, fleet.step_timeout)
+    num_slots = load.config.scheduling.max_num_seqs
+    return Fleet(Launches(load, number), fleet.restart_delays, fleet.step_timeout, fleet.routing, num_slots)

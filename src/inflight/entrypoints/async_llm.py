@@ -29,7 +29,8 @@ from inflight.contracts.step.block_hash import Root
 from inflight.contracts.step.live import LiveState
 from inflight.contracts.step.record import EngineStats, RecordTo, sum_of
 from inflight.engine.admission import Seeds, make_request
-from inflight.engine.client import EngineClient
+from inflight.engine.client import engine_in_thread
+from inflight.engine.fleet import engines_in_processes
 from inflight.engine.process.protocol import Abort, AskStats, Generate, Ready
 from inflight.engine.process.session import Session
 from inflight.engine.replicas.launch import check_replicas, load_of
@@ -90,12 +91,10 @@ class AsyncLLM(AsyncPoolingCalls):
             return Engine(source, config, loaded)
 
         if fleet.in_process:
-            self._client = EngineClient.in_thread(make, watching, fleet.restart_delays)
+            self._client = engine_in_thread(make, watching, fleet.restart_delays)
         else:
             load = load_of(source, tokenizer, config, watching)
-            self._client = EngineClient.in_processes(
-                load, num_replicas, fleet.restart_delays, fleet.step_timeout, fleet.routing
-            )
+            self._client = engines_in_processes(load, num_replicas, fleet)
         self.num_replicas = num_replicas
         if fleet.starts_at_once and not fleet.in_process:
             self._client.start()

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from transformers import PreTrainedTokenizerBase
 
-from inflight.contracts.api.config import engine_config
+from inflight.contracts.api.config import FleetConfig, engine_config
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.api.options import refuse_unknown_options
@@ -25,8 +25,9 @@ from inflight.contracts.api.outputs import RequestOutput, TextDelta
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.record import EngineStats, sum_of
 from inflight.engine.admission import AcceptedRequest, Admission
-from inflight.engine.client import EngineClient
+from inflight.engine.client import EngineClient, engine_in_thread
 from inflight.engine.engine import Engine
+from inflight.engine.fleet import engines_in_processes
 from inflight.engine.process.connection import ThreadConnection
 from inflight.engine.process.protocol import AskStats, PinPrefix, Ready, SavePrefixes
 from inflight.engine.replicas.launch import check_replicas, load_of
@@ -94,9 +95,8 @@ class LLM(PoolingCalls):
             self._client = _client_in_thread(lambda: Engine(source, config, loaded))
         else:
             otherwise = "replicas=1" if num_replicas > 1 else "tensor_parallel_size=1"
-            self._client = EngineClient.in_processes(
-                load_of(source, tokenizer, config, otherwise=otherwise), num_replicas
-            )
+            load = load_of(source, tokenizer, config, otherwise=otherwise)
+            self._client = engines_in_processes(load, num_replicas, FleetConfig(step_timeout=None))
         call_after(self, self._client.close)
         self.adapters = AdapterNames(config)
         self._request_ids = count()
@@ -385,7 +385,7 @@ def _client_in_thread(make: Callable[[], Engine]) -> EngineClient:
     """A client of an engine in this process. The first engine is made here, so that its errors are raised unchanged;
     later ones are made in their threads."""
     first = [make()]
-    return EngineClient.in_thread(lambda: first.pop() if first else make(), is_offline=True)
+    return engine_in_thread(lambda: first.pop() if first else make(), is_offline=True)
 
 
 def _one_each(given: Any, number: int, name: str, names: str) -> Sequence[Any]:

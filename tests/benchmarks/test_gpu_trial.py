@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from tools import gpu_trial
-from tools.gpu_trial import Trial, lines_of, run_stage
+from benchmarks import gpu_trial
+from benchmarks.gpu_trial import Trial, lines_of, run_stage
 
 
 @pytest.mark.skipif("INFLIGHT_TEST_TRIAL" not in os.environ, reason="takes a minute and a half; make soak runs it")
 def test_every_stage_runs_on_a_cpu_in_one_command(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "tools.gpu_trial", "--device", "cpu", "--quick", "--output", str(tmp_path)]
+    command = [sys.executable, "-m", "benchmarks.gpu_trial", "--device", "cpu", "--quick", "--output", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     results = json.loads((tmp_path / "results.json").read_text())
     assert done.returncode == 0, done.stdout

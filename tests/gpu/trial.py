@@ -1,4 +1,4 @@
-"""The exactness suite's architectures on a device: two stages of `python -m tools.gpu_trial`.
+"""The exactness suite's architectures on a device: two stages of `python -m benchmarks.gpu_trial`.
 
 Each case prints a line of JSON: its name, whether it passed, a figure, and the traceback of a failure.
 """

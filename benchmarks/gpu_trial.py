@@ -1,9 +1,9 @@
 """Tries everything that is written for GPUs, within minutes: machine, tests, exactness, batch invariance, speed.
 
-    python -m tools.gpu_trial                        # on a machine with a CUDA device; ten minutes at most
-    python -m tools.gpu_trial --device cpu --quick   # the same path on a CPU, small
-    python -m tools.gpu_trial --download wheels      # where there are package indexes: what the other machine may lack
-    python -m tools.gpu_trial --wheels wheels        # first installs from there what is missing or of another version
+    python -m benchmarks.gpu_trial                        # on a machine with a CUDA device; ten minutes at most
+    python -m benchmarks.gpu_trial --device cpu --quick   # the same path on a CPU, small
+    python -m benchmarks.gpu_trial --download wheels      # where there are package indexes: what the other machine may lack
+    python -m benchmarks.gpu_trial --wheels wheels        # first installs from there what is missing or of another version
 
 Each result is printed, and written to a folder, as soon as it is known, so a trial that is cut leaves all before that;
 each failure's traceback has a file there. The table at the end says what was reached. Exits with 1 if anything failed.

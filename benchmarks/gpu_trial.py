@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_trial                        # on a machine with a CUDA device; ten minutes at most
     python -m benchmarks.gpu_trial --device cpu --quick   # the same path on a CPU, small
-    python -m benchmarks.gpu_trial --download wheels      # where there are package indexes: what the other machine may lack
-    python -m benchmarks.gpu_trial --wheels wheels        # first installs from there what is missing or of another version
+    python -m benchmarks.gpu_trial --download wheels      # with package indexes: gets what the other machine may lack
+    python -m benchmarks.gpu_trial --wheels wheels        # first installs from there what is missing or differs
 
 Each result is printed, and written to a folder, as soon as it is known, so a trial that is cut leaves all before that;
 each failure's traceback has a file there. The table at the end says what was reached. Exits with 1 if anything failed.

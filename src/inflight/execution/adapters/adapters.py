@@ -120,7 +120,8 @@ def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
 
 
 def _in_one_piece(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The matrices consecutively in huge pages, in the order in which a step reads them."""
+    """The matrices `[…]`, each with its shape and dtype, consecutively in huge pages, in the order in which a step
+    reads them."""
     sizes = [-(-each.nbytes // LINE) * LINE for each in matrices]
     memory, copies, first = untouched_memory(sum(sizes)), [], 0
     for matrix, size in zip(matrices, sizes, strict=True):
@@ -266,7 +267,7 @@ def _run(executor: PackedExecutor, block_size: int, num_tokens: int, num_logit_r
 
 
 def _filled_up(numbers: IntArray, size: int) -> list[int]:
-    """The numbers, padded with the last one, like a step's rows."""
+    """Numbers `[n]` int64, padded to `size` with the last one, like a step's rows; -1 if there are none."""
     if not len(numbers):
         return [-1] * size
     return np.pad(numbers, (0, size - len(numbers)), mode="edge").tolist()  # type: ignore[no-any-return]

@@ -187,7 +187,7 @@ class PackedExecutor:
 
     @torch.inference_mode()
     def outputs(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """The logits `[R, V]` of a step, and the last hidden states `[T, H]`, if they are kept."""
+        """The logits `[R, V]` of a step, and the last hidden states `[T, hidden]`, if they are kept."""
         if self.grouping.has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
@@ -207,7 +207,12 @@ class PackedExecutor:
     def _run(
         self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> list[torch.Tensor]:
-        """A step's outputs, without padding rows."""
+        """A step's outputs, without padding rows; see `outputs`.
+
+        Args:
+            input_ids, positions: `[n]` int64, padded; n is at least T.
+            logit_rows: `[n]` int64, padded; n is at least R.
+        """
         rows = input_ids, positions, logit_rows
         if self._compiled is not None:
             return _without_padding(batch, self._compiled(*rows))
@@ -219,7 +224,8 @@ class PackedExecutor:
     def _run_eagerly(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
     ) -> list[torch.Tensor]:
-        """Run rows, of which `num_tokens` are tokens, through the model's own Python."""
+        """Run rows, of which `num_tokens` are tokens, through the model's own Python. Arguments as for `_run`; returns
+        logits `[n, V]` and, if they are kept, states `[n, hidden]`, with padding rows."""
         self._num_calls, self._num_tokens = 0, num_tokens
         states: list[torch.Tensor] = []
         with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
@@ -288,7 +294,7 @@ class PackedExecutor:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """Handle the model's next attention call. Its ordinal in the forward pass identifies its cache, because a layer
-        may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
+        may attend twice (DiffLlama) or run twice (HRM). See `AttentionHandler` for shapes."""
         spec, cache = self._calls[self._num_calls]
         self._num_calls += 1
         num_rows, num_tokens = query.shape[2], self._num_tokens
@@ -329,6 +335,7 @@ def require_packed(executor: Executor) -> PackedExecutor:
 
 
 def _without_padding(batch: RaggedBatch, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits `[n, V]`, and states `[n, hidden]` if they are kept, without padding rows: `[R, V]` and `[T, hidden]`."""
     logits, *states = outputs
     return [logits[: batch.num_logit_rows], *(each[: batch.num_tokens] for each in states)]
 

@@ -23,6 +23,7 @@ _handler: ContextVar[AttentionHandler] = ContextVar("inflight_attention_handler"
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    """The attention function that `transformers` calls; see `AttentionHandler` for shapes."""
     return _handler.get()(module, query, key, value, attention_mask, kwargs), None
 
 

@@ -197,6 +197,7 @@ class _Paged:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PagedKeysAndValues`."""
         return self.storage.update(key_states, value_states)
 
     def get_seq_length(self) -> int:

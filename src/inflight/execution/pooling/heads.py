@@ -56,6 +56,7 @@ def _path(name: str, file: str, revision: str | None) -> Path:
 
 
 def _weighted_mean(states: torch.Tensor, first: int) -> torch.Tensor:
+    """See `POOLERS`."""
     weights = torch.arange(1 + first, 1 + first + len(states), dtype=torch.float32, device=states.device)[:, None]
     return (states * weights).sum(0) / weights.sum()
 
@@ -116,11 +117,15 @@ class EmbeddingHead:
 
 
 class Dense(nn.Module):
-    """A dense layer of `sentence-transformers`: an activation of a linear layer, perhaps added to its input.
+    """A dense layer of `sentence-transformers`, float32: an activation of a linear layer, perhaps added to its input.
 
     Args:
         config: its `config.json`.
-        state: its weights, by name.
+        state: its weights, by name: `linear.weight` `[out, in]`, `linear.bias` `[out]`, and those of `residual`, if
+            any.
+
+    Raises:
+        ModelError: the weights do not fit the configuration, or the activation is not a module of torch.
     """
 
     def __init__(self, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
@@ -227,6 +232,7 @@ class TextPooler:
         return replace(batch, positions=batch.positions + shifted)
 
     def _types(self, span: Span) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """A span's token types, `[n]` int64; zeros if its text has none."""
         types = self._texts[span.slot].token_types or [0] * span.end
         return np.asarray(types[span.start : span.end], dtype=np.int64)
 
@@ -235,7 +241,7 @@ class TextPooler:
         """The numbers of each text whose last token has run.
 
         Args:
-            states: `[R, H]` of the step's logit rows.
+            states: `[R, hidden]` of the step's logit rows, in the body's dtype.
         """
         rows = states.split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
         num_threads = torch.get_num_threads()
@@ -246,6 +252,8 @@ class TextPooler:
             torch.set_num_threads(num_threads)
 
     def _of_span(self, span: Span, states: torch.Tensor) -> SpanTokens:
+        """The numbers of a span's text from its states `[num_logit_rows, hidden]`; none before its last token has
+        run."""
         text = self._texts[span.slot]
         if span.end < len(text.token_ids):
             return SpanTokens([])

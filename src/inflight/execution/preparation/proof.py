@@ -323,6 +323,8 @@ class _ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         self._token_ids = token_ids
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Token ids `[1, L]` int64 and scores `[1, V]` to new scores `[1, V]`: 0 for the next forced token, -inf for
+        others."""
         chosen = torch.full_like(scores, -torch.inf)
         length = input_ids.shape[1]
         chosen[:, self._token_ids[length] if length < len(self._token_ids) else 0] = 0.0

@@ -87,7 +87,7 @@ class SummedOutputs(Collective):
     """A module whose outputs are partial sums on every rank: experts (all-reduce)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs of `inner`, to the sum of its outputs over all ranks."""
+        """The inputs of `inner`, to the sum of its outputs `[…]` over all ranks."""
         return self.rank.sum(self.inner(*args, **kwargs))
 
 

@@ -66,7 +66,7 @@ class CaughtMatrix(nn.Parameter):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear` with an argument that is a `CaughtMatrix`."""
+    """`functional.linear`, `[…, in]` to `[…, out]`, with an argument that is a `CaughtMatrix`."""
     if isinstance(weight, CaughtMatrix):
         return weight.project(input, bias)
     with torch._C.DisableTorchFunctionSubclass():
@@ -121,6 +121,7 @@ class CaughtMatrices(nn.Parameter):
         return out
 
     def _prepack(self, matrices: torch.Tensor) -> None:
+        """Prepack matrices `[experts, out, in]`."""
         self.used = [CaughtMatrix.from_weight(matrix, is_copied=False) for matrix in matrices]
         for each in self.used:
             each.linear()

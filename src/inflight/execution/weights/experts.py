@@ -87,7 +87,7 @@ class PrepackedExperts:
         return outputs
 
     def _run_one_by_one(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The same as `run`, for oneDNN's layers."""
+        """The same as `run`, for oneDNN's layers: `[T, hidden]` and `[T, K]` to `[T * K, hidden]`."""
         outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()

@@ -152,6 +152,7 @@ class PrepackedTable:
         return self.layout.rows(numbers).to(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        """`weight[index]` of the weight `[vocabulary, hidden]`: `[…]` in the rows' dtype."""
         first, *others = index if isinstance(index, tuple) else (index,)
         rows = self.rows(torch.arange(len(self))[first])
         return rows[..., *others] if others else rows

@@ -71,8 +71,8 @@ class PackedAdapter:
 def matrices_of(
     update: LowRankUpdate, scaling: Scaling, layers: AdaptableLayers
 ) -> Iterator[tuple[AdapterTarget, torch.Tensor, torch.Tensor]]:
-    """The targets of an update, with `[rank, in]` and `[out, rank]` of each, scaled. Raises `AdapterError` if the model
-    has no such weight."""
+    """The targets of an update, with `[rank, in]` and `[out, rank]` of each, float, scaled. Raises `AdapterError` if
+    the model has no such weight, or one of another shape."""
     module, down, up = update.module, update.down, update.up.float()
     sizes = down.shape[1], up.shape[0]
     if (target := layers.weights.get(module)) is not None:
@@ -109,7 +109,8 @@ def _shape(in_features: int, out_features: int) -> str:
 
 
 def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
-    """`[rank, in]` zero-padded to a multiple of inputs, in the kernels' order; for an embedding, rows by token."""
+    """`[rank, in]`, float, in the target's dtype, zero-padded to a multiple of inputs, in the kernels' order; of an
+    embedding, `[vocabulary, rank]`."""
     if target.is_embedding:
         return down.to(target.dtype).T.contiguous()
     filled = nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE))

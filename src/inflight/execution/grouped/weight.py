@@ -131,7 +131,12 @@ class Groups:
 
 
 def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: int, num_inputs: int) -> torch.Tensor:
-    """Scales (or minima) of all inputs: `[out, in]` float32."""
+    """Scales (or minima) of all inputs: `[out, in]` float32.
+
+    Args:
+        coarse: `[out, runs]` float, one for each `run` inputs.
+        fine: `[out, num_inputs / group]` int8, factors of groups of inputs.
+    """
     spread = coarse.float().repeat_interleave(run, dim=1)[:, :num_inputs]
     return spread if fine is None else spread * fine.float().repeat_interleave(group, dim=1)[:, :num_inputs]
 
@@ -149,7 +154,7 @@ class PackedMatrix:
     order: torch.Tensor | None = None
 
     def in_order(self, columns: torch.Tensor) -> torch.Tensor:
-        """The columns of `[…, in]` where the inputs are."""
+        """The columns of `[…, in]`, of any dtype, where the inputs are."""
         return columns if self.order is None else columns[..., self.order.argsort()]
 
     def joins(self, other: "PackedMatrix") -> bool:

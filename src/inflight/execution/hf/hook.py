@@ -28,7 +28,7 @@ def _attention(
 
 
 def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """The attention sinks of a call, one logit per head that joins the softmax, `[H]`; None: it has none."""
+    """The attention sinks of a call, one logit per head that joins the softmax, `[H]` float; None: it has none."""
     sinks = kwargs.get("s_aux")
     if sinks is None:
         sinks = getattr(module, "sinks", None)

@@ -69,8 +69,8 @@ POOLERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / len(states) ** 0.5,
     "weightedmean": _weighted_mean,
 }
-"""Each takes the states `[L, H]` of the tokens that are pooled, float32, and the place of the first of them in the
-text, to `[H]`."""
+"""Each takes the states `[L, hidden]` of the tokens that are pooled, float32, and the place of the first of them in the
+text, to `[hidden]`."""
 
 
 def check_modes(modes: Sequence[str]) -> None:
@@ -81,10 +81,10 @@ def check_modes(modes: Sequence[str]) -> None:
 
 
 def pooled(states: torch.Tensor, modes: Sequence[str], prompt_length: int) -> torch.Tensor:
-    """The vector `[len(modes) * H]` of a text, float32.
+    """The vector `[len(modes) * hidden]` of a text, float32.
 
     Args:
-        states: of all its tokens, `[L, H]`.
+        states: of all its tokens, `[L, hidden]`.
         prompt_length: how many of the first ones are not pooled.
     """
     first = min(prompt_length, len(states) - 1)
@@ -93,7 +93,7 @@ def pooled(states: torch.Tensor, modes: Sequence[str], prompt_length: int) -> to
 
 
 class Head(Protocol):
-    """Takes a text and its hidden states `[L, H]` to its numbers, `[n]` float32."""
+    """Takes a text and its hidden states `[L, hidden]` to its numbers, `[n]` float32."""
 
     def __call__(self, text: PooledText, states: torch.Tensor) -> torch.Tensor: ...
 
@@ -144,7 +144,7 @@ class Dense(nn.Module):
         self.float().eval().requires_grad_(False)
 
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
-        """`[in]` to `[out]`."""
+        """`[in]` to `[out]`, float32."""
         out: torch.Tensor = self.activation(self.linear(vector))
         return out if self.residual is None else out + self.residual(vector)
 
@@ -162,7 +162,7 @@ class AnswerHead:
     """The difference of two tokens' logits after a text.
 
     Args:
-        weight: of the model's head, `[V, H]`.
+        weight: of the model's head, `[V, hidden]` in the model's dtype; not kept.
         answers: the two tokens, the affirmative one last.
     """
 
@@ -196,7 +196,7 @@ class ClassificationHead:
 
 
 class _GivenStates(nn.Module):
-    """Replaces a model's body; returns given states `[1, L, H]`."""
+    """Replaces a model's body; returns given states `[1, L, hidden]`."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ class PoolingParts(NamedTuple):
 
     Attributes:
         name: of its class.
-        body: without the head; its `logits` are its last hidden states `[1, T, H]`.
+        body: without the head; its `logits` are its last hidden states `[1, T, hidden]`.
         head: computes a text's numbers from them.
         plan: completed by the head.
     """

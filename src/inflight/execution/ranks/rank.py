@@ -60,7 +60,7 @@ class Rank:
         return summed
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All-gather `[…, n]` in rank order: `[…, size * n]`. Raises as `sum` does."""
+        """All-gather `[…, n]` float32 or bfloat16 in rank order: `[…, size * n]`. Raises as `sum` does."""
         gathered: torch.Tensor = torch.ops.inflight.gather_of_ranks(rows, self._exchange, self.size)
         return gathered
 

@@ -128,7 +128,7 @@ class PrepackedEmbedding(nn.Embedding):
     weight: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids `[…]` int64 to `[…, hidden]`."""
+        """Token ids `[…]` int64 to `[…, hidden]` in the table's dtype."""
         return self.weight.rows(input)  # type: ignore[no-any-return]
 
 

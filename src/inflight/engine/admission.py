@@ -100,7 +100,7 @@ class Admission:
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `Engine.compile` does.
 
-        Raises `InvalidRequestError`.
+        Raises `InvalidRequestError`, or `AdapterError` if the engine has no adapters.
         """
         info = self._model_info
         if text is not None:

@@ -41,6 +41,9 @@ class CpuAttention:
     Args:
         dtype: of keys and values in the cache: float32, bfloat16 or int8. Queries may be float32 or bfloat16.
         block_size: any; it is rounded up to a multiple of 16 in memory.
+
+    Raises:
+        ValueError: the cache cannot have this dtype.
     """
 
     name = "cpu"

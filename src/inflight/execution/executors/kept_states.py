@@ -35,7 +35,7 @@ class KeptStates:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All states, `[num_blocks, block_size, hidden]`."""
+        """All states, `[num_blocks, block_size, hidden]` in the model's dtype."""
         return self._states
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -45,7 +45,7 @@ class KeptStates:
             self._states[destinations] = self._states[sources]
 
     def write(self, batch: RaggedBatch, states: torch.Tensor) -> None:
-        """Keep the states `[T, hidden]` of a step's tokens."""
+        """Keep the states of a step's tokens, `[T, hidden]` in the model's dtype."""
         self._places.index_copy_(0, batch.groups[self._group].cache_indices, states)
 
     def write_at(self, places: torch.Tensor, states: torch.Tensor) -> None:

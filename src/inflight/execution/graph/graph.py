@@ -74,7 +74,7 @@ def simplified(graph: Graph, tensors: Sequence[torch.Tensor]) -> Graph:
     """The same graph without views, with constants folded and dead nodes removed.
 
     Args:
-        tensors: a tensor `[…]` of each value, from a run with data.
+        tensors: a tensor `[…]` of any dtype for each value, from a run with data.
     """
     constants = dict(graph.constants)
     known = set(constants) | set(range(NUM_INPUTS))

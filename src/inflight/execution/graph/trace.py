@@ -63,7 +63,7 @@ class TracedCall:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The id of the storage of a tensor `[…]`, valid while a tensor of it is alive."""
+    """The id of the storage of a tensor `[…]` of any dtype, valid while a tensor of it is alive."""
     return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
 
 

@@ -125,7 +125,7 @@ class PlainAttention:
     @contextmanager
     def in_row(self, pieces: Sequence[tuple[int, int, int]], rounds_again: bool = False) -> Iterator[list[Tensor]]:
         """A context in which the model runs one row of these pieces of the prompts, each as (prompt, start, end).
-        Yields the modules' outputs, `[1, T, …]`, in call order.
+        Yields the modules' outputs, `[1, T, …]` in the model's dtype, in call order.
 
         Args:
             rounds_again: whether the reference states are rounded once more.

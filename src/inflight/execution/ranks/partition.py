@@ -32,7 +32,7 @@ def divide(model: PreTrainedModel, rank: Rank, release: Callable[[torch.Tensor],
     """Reduce `model`, which is exclusively ours, to this rank's shard of each weight, and add its collectives.
 
     Args:
-        release: called with each sharded weight `[…]`, whole, after its shard is copied.
+        release: called with each sharded weight `[…]`, whole and of its dtype, after its shard is copied.
 
     Raises:
         ModelError: `transformers` has no plan for it, or its sizes do not allow it.

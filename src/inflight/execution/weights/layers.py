@@ -39,7 +39,7 @@ class NarrowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
         return rows_apart(self.linear(x))
 
 
@@ -72,7 +72,8 @@ class SiblingLinears:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """One layer's output `[…, out]` for `x` `[…, in]`. They are called in order, with the same `x`."""
+        """One layer's output `[…, out]` for `x` `[…, in]`, float32 or bfloat16. They are called in order, with the same
+        `x`."""
         if number == 0:
             self._outputs = self.linear(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -89,7 +90,7 @@ class SiblingLinear(nn.Module):
         self.together, self.number = together, number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
         return self.together.output(x, self.number)
 
     def extra_repr(self) -> str:

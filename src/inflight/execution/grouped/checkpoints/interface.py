@@ -35,7 +35,7 @@ class QuantizationMethod(ABC):
         """Whether these are the parts of a quantised weight."""
 
     def is_stacked(self, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Whether every part is `[experts, …]`."""
+        """Whether every part, of any dtype, is `[experts, …]`."""
         return False
 
     @abstractmethod

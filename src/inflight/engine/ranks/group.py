@@ -121,7 +121,7 @@ class RankGroup:
         config: of each rank.
 
     Raises:
-        ModelError: there are no ranks here, or one ended.
+        ModelError: this system cannot run ranks, or one of them ended.
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:

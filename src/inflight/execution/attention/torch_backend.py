@@ -76,8 +76,8 @@ class TorchAttention(ReferenceAttention):
         spec: AttentionSpec,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query `[B, L, H, Dk]`, key and value `[B, Hkv, K, D]`, allowed `[B, L, K]` bool, sinks `[H]`; returns `[B, L,
-        H, Dv]` in the query's dtype."""
+        """query `[B, L, H, Dk]`, key and value `[B, Hkv, K, D]`, allowed `[B, L, K]` bool, sinks `[H]`; returns
+        `[B, L, H, Dv]` in the query's dtype."""
         num_spans, num_queries = query.shape[:2]
         if allowed is None:
             query = query.transpose(1, 2)

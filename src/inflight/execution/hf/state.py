@@ -17,8 +17,8 @@ def model_of_state(
     source: str,
     generation_config: GenerationConfig | None = None,
 ) -> PreTrainedModel:
-    """The model with the weights `state`, `[…]` by checkpoint names, converted to `dtype` if they are floats. Raises
-    `ModelError` for missing weights or wrong shapes, naming `source`.
+    """The model, in `dtype`, with the weights `state`, `[…]` by checkpoint names. Raises `ModelError` for missing
+    weights or wrong shapes, naming `source`.
 
     Its `inflight_notes` list expanded grouped weights.
     """

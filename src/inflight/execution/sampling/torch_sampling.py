@@ -45,8 +45,8 @@ def sample_with_torch(
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Keep each row's k most likely tokens, and ties: logits `[R, V]` float32, top_k `[R, 1]` int64 in [1,
-    largest_k]."""
+    """Keep each row's k most likely tokens, and ties: logits `[R, V]` float32, top_k `[R, 1]` int64 in
+    [1, largest_k]."""
     largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
     least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
     return logits.masked_fill(logits < least, float("-inf"))

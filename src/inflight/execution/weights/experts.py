@@ -136,8 +136,8 @@ def _prepack_each(
 def _run_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens `[T, hidden]`, and each one's experts `[T, K]` int64 and their weights `[T, K]`, float; returns `[T,
-    hidden]` in the tokens' dtype."""
+    """Tokens `[T, hidden]`, and each one's experts `[T, K]` int64 and their weights `[T, K]`, float; returns
+    `[T, hidden]` in the tokens' dtype."""
     experts: PrepackedExperts = module.inflight_experts
     outputs = experts.run(module, hidden_states, top_k_index)
     weighted: torch.Tensor

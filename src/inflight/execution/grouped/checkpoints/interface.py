@@ -43,10 +43,10 @@ class QuantizationMethod(ABC):
         """The weight `[out, in]` of these parts, or its values, float32, where no kernel reads it.
 
         Args:
-            parts: of one matrix, by ending, as the method stores them.
+            parts: the tensors of one matrix, by ending, as the method stores them.
 
         Raises:
             KeyError: a part is missing.
-            ValueError: they cannot be read. So do `IndexError`, `RuntimeError` and `StopIteration` from parts of wrong
-                sizes.
+            ValueError: a part cannot be read.
+            IndexError, RuntimeError, StopIteration: the sizes of parts do not fit.
         """

@@ -37,11 +37,11 @@ class CacheRows:
     """B rows of L tokens, whose sequences have up to K keys. Shorter first spans are padded on the left.
 
     Attributes:
-        sequence_ids, slots: `[B]`.
-        starts, ends: `[B]`, the positions of each row's first token and after its last.
+        sequence_ids, slots: `[B]` int64.
+        starts, ends: `[B]` int64, the positions of each row's first token and after its last.
         num_new: L.
-        tokens: int64, indices of tokens among the B * L entries; None: no padding.
-        written: int64, the cache index of each token.
+        tokens: `[n]` int64, indices of the n tokens among the B * L entries; None: no padding.
+        written: `[n]` int64, the cache index of each token.
         gathered: `[B, K]` int64, the cache indices of each sequence's keys, padded on the left with its first.
         num_keys: K.
     """

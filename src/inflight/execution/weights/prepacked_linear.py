@@ -85,7 +85,7 @@ class PrepackedLinear(nn.Module, ABC):
         activation: "none", "relu", "swish", or "gelu" with the variant "none" or "tanh".
 
     Attributes:
-        prepacked: the weight in the layer's own layout.
+        prepacked: the weight, `[…]` in the layer's own layout and dtype.
         scales: `[out]` float32, if the stored weight has a scale per output channel.
     """
 

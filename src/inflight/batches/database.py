@@ -27,7 +27,7 @@ class GroupCommit:
 
     Args:
         write: writes results, all or none, and returns the updated job; it blocks until they are durable.
-        see: called with the job each time.
+        observe: called with the job each time.
     """
 
     def __init__(self, write: Callable[[list[Result]], Batch], observe: Callable[[Batch], None]) -> None:

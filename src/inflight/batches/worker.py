@@ -64,7 +64,7 @@ class Worker:
     Args:
         max_in_work: the most concurrent requests.
         urls: accepted values of `url`.
-        see: called with a job when it starts, and on each change.
+        observe: called with a job when it starts, and on each change.
         clock: gives the seconds of Unix time.
     """
 

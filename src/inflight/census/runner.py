@@ -38,7 +38,11 @@ def run_census(
 
 
 def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
-    """Examine one class in its own process; without an answer, the finding says how it ended."""
+    """Examine one class in its own process; without an answer, the finding says how it ended.
+
+    Args:
+        timeout: seconds to wait for it.
+    """
     command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
     start = time.monotonic()
     process = subprocess.Popen(

@@ -119,7 +119,8 @@ def make_sensitive(model: PreTrainedModel, seed: int = 0) -> Sensitivity:
 
 
 def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Tensor]:
-    """Give all weights the base deviation, perturb vectors a little, and return the matrices."""
+    """Give all weights the base deviation, perturb vectors a little, and return the matrices `[…, out, in]`,
+    float32."""
     embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
     matrices = []
     for name, weight in sorted(model.named_parameters()):
@@ -143,6 +144,7 @@ def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Ten
 
 
 def _set_deviation(weight: Tensor, deviation: float, generator: torch.Generator) -> None:
+    """Scale a weight `[…]` to this standard deviation, in place; a constant one is drawn at random first."""
     found = weight.std()
     if not torch.isfinite(found) or found < 1e-6:
         weight.copy_(torch.randn(weight.shape, generator=generator))
@@ -151,6 +153,7 @@ def _set_deviation(weight: Tensor, deviation: float, generator: torch.Generator)
 
 
 def _scale(matrices: list[Tensor], factor: float) -> None:
+    """Multiply matrices `[…, out, in]` by `factor`, in place."""
     for matrix in matrices:
         matrix.mul_(factor)
 
@@ -171,6 +174,8 @@ def measure(model: PreTrainedModel, factor: float) -> Sensitivity:
 
 
 def _num_distinct(model: PreTrainedModel, tokens: Tensor) -> int:
+    """Continue prompts `[B, L]` int64 greedily by `NUM_GREEDY` tokens; return the least number of distinct ones in a
+    row."""
     for _ in range(NUM_GREEDY):
         next_tokens = plain_logits(model, tokens)[:, -1].argmax(-1).clamp(max=vocab_size(model) - 1)
         tokens = torch.cat([tokens, next_tokens[:, None]], dim=1)
@@ -178,7 +183,7 @@ def _num_distinct(model: PreTrainedModel, tokens: Tensor) -> int:
 
 
 def plain_logits(model: PreTrainedModel, tokens: Tensor) -> Tensor:
-    """Return logits `[N, L, V]` of tokens `[N, L]`, computed without a cache."""
+    """Return logits `[B, L, V]` float32 of tokens `[B, L]` int64, computed without a cache."""
     logits: Tensor = model(input_ids=tokens, use_cache=False, return_dict=True).logits
     return logits
 

@@ -59,7 +59,7 @@ def from_flags(options: Mapping[str, Any]) -> StructuredOutput | None:
 
 def from_json(value: object) -> StructuredOutput | None:
     """The structured output of an object such as `{"regex": "[0-9]{4}"}`; a schema may be an object or its text. Raises
-    `ValueError`."""
+    `InvalidRequestError` for another value, `ValueError` for what is in the object."""
     if value is None:
         return None
     if not isinstance(value, dict):

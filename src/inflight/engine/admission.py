@@ -100,7 +100,12 @@ class Admission:
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `Engine.compile` does.
 
-        Raises `InvalidRequestError`.
+        Args:
+            deadline: see `AcceptedRequest`.
+
+        Raises:
+            InvalidRequestError: the model cannot answer it as asked.
+            AdapterError: it names an adapter, but the engine has none.
         """
         info = self._model_info
         if text is not None:
@@ -122,7 +127,7 @@ class Admission:
         return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
 
     def accept_text(self, request_id: str, text: PooledText, deadline: float | None = None) -> AcceptedRequest:
-        """Check a pooling request. Raises `InvalidRequestError`."""
+        """Check a pooling request, with a deadline as in `AcceptedRequest`. Raises `InvalidRequestError`."""
         return AcceptedRequest(pooling_request(request_id, text, self._model_info), deadline)
 
     def predicted_ids(self, params: SamplingParams) -> list[int]:

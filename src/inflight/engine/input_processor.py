@@ -31,6 +31,8 @@ class InputProcessor:
     Args:
         adapters: the model's; None: the engine was made without.
         watched: the weights of the caller's model, which may not change; None: the engine has its own.
+
+    Attributes:
         grammars: the grammars of the engine's sequences, once there is one.
     """
 

@@ -20,7 +20,8 @@ from inflight.text.tokenizer import Tokenizer
 
 
 class Deadlines:
-    """Requests with a deadline. A request that has ended before its deadline is still reported as due."""
+    """Requests with a deadline, a time of `time.monotonic()`. A request that has ended before its deadline is still
+    reported as due."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[float, str]] = []

@@ -295,7 +295,7 @@ class AsyncLLM(AsyncPoolingCalls):
         adapter: str | None = None,
         timeout: float | None = None,
     ) -> AsyncGenerator[TextDelta, None]:
-        """Like `generate`, but yields deltas; the last one has the whole output."""
+        """Like `generate`, with its arguments and errors, but yields deltas; the last one has the whole output."""
         follow = self._follow(prompt, sampling_params, request_id, priority, cache_salt, adapter, timeout)
         async with aclosing(follow) as updates:
             async for _, deltas in updates:

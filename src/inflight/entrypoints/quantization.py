@@ -101,6 +101,7 @@ def quantize(
 
 
 def _kept(name: str, weight: torch.Tensor) -> QuantizedWeight:
+    """What became of a weight `[…]` that was not rounded; sizes in bytes."""
     if isinstance(weight, GroupedWeight):
         return QuantizedWeight(name, weight.kind, weight.kind, weight.num_bytes, weight.num_bytes)
     return QuantizedWeight(name, _name(weight.dtype), _name(weight.dtype), weight.nbytes, weight.nbytes)

@@ -65,6 +65,7 @@ class SharedFile:
             self._places[digest, length] = place
 
     def _write(self, index: mmap.mmap, key: tuple[bytes, int], content: torch.Tensor) -> None:
+        """Write bytes `[n]` uint8, and then index them under `key`, their digest and length."""
         place = os.fstat(self._file).st_size
         os.ftruncate(self._file, place + -(-content.nbytes // ALIGNMENT) * ALIGNMENT)
         with _mapped(self._file, content.nbytes, place) as memory:
@@ -84,8 +85,8 @@ def share_through(file: int) -> None:
 
 
 def shared(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a shared tensor with the same elements; the given one if it is small, already in a file, or nothing is
-    shared."""
+    """Return a shared tensor with the same elements `[…]`, of any dtype; the given one if it is small, already in a
+    file, or nothing is shared."""
     if _of_process is None or tensor.nbytes < MIN_BYTES or not tensor.is_contiguous() or lies_in_file(tensor):
         return tensor
     found = _of_process.share(tensor.view(-1).view(torch.uint8))
@@ -143,8 +144,8 @@ def untouched_memory(num_bytes: int) -> torch.Tensor:
 
 
 def new_weight(sizes: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """An uninitialised tensor, in huge pages if it fills one: they have fewer TLB misses and longer hardware
-    prefetch."""
+    """An uninitialised tensor `[*sizes]` of this dtype, in huge pages if it fills one: they have fewer TLB misses and
+    longer hardware prefetch."""
     num_bytes = math.prod(sizes) * dtype.itemsize
     if num_bytes < LARGE_PAGE:
         return torch.empty(sizes, dtype=dtype)
@@ -160,14 +161,14 @@ def populate(memory: memoryview) -> None:
 
 
 def lies_in_file(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's memory is a mapped file. False outside Linux."""
+    """Whether the memory of a tensor `[…]`, of any dtype, is a mapped file. False outside Linux."""
     first = tensor.data_ptr()
     return sys.platform == "linux" and tensor.device.type == "cpu" and _is_file(first, first + tensor.nbytes)
 
 
 def release_file_pages(tensor: torch.Tensor) -> None:
-    """Release the pages of a tensor that is contiguous in a mapped file. Later reads reload them from the file; writes
-    are lost. Does nothing outside Linux."""
+    """Release the pages of a tensor `[…]`, of any dtype, that is contiguous in a mapped file. Later reads reload them
+    from the file; writes are lost. Does nothing outside Linux."""
     if sys.platform != "linux" or tensor.device.type != "cpu" or not tensor.data_ptr():
         return
     if not (tensor.is_contiguous() or (tensor.dim() == 2 and tensor.T.is_contiguous())):

@@ -101,7 +101,7 @@ class ModelRunner:
         return by_span(plan, token_ids, scores)
 
     def compute(self, plan: StepPlan) -> tuple[RaggedBatch, torch.Tensor] | None:
-        """Run a step up to its logits `[R, V]`; None if it has no tokens."""
+        """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens."""
         if plan.released_slots:
             self.executor.release(plan.released_slots)
         if self.adapters is not None:

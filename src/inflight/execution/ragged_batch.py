@@ -119,9 +119,10 @@ def cache_indices(
     """Cache indices (slot mapping) of tokens: `block * block_size + offset`, int64.
 
     Args:
-        block_tables: `[S, max_blocks]`.
-        rows: of the tables, one for each token; any shape that broadcasts with `positions`.
-        positions: of the tokens in their sequences.
+        block_tables: `[S, max_blocks]` int32.
+        rows: `[…]` int64 that broadcasts with `positions`, the table of each token.
+        positions: `[…]` int64, each token's position in its own sequence.
+        block_size: tokens of a block.
     """
     blocks = block_tables[rows, positions // block_size].astype(np.int64)
     indices: IntArray = blocks * block_size + positions % block_size
@@ -129,13 +130,14 @@ def cache_indices(
 
 
 def ragged_arange(lengths: IntArray) -> IntArray:
-    """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end, for lengths `[S]`."""
+    """`[0 .. lengths[0]), [0 .. lengths[1]), …` end to end, for lengths `[S]`; all int64."""
     ends = np.cumsum(lengths)
     return np.arange(ends[-1] if len(ends) else 0) - np.repeat(ends - lengths, lengths)
 
 
 def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
-    """The target token of each logit row, `[R]`, from each span's number of rows `[S]`; -1 where one is sampled."""
+    """The target token of each logit row, `[R]`, from each span's number of rows `[S]`, both int64; -1 where one is
+    sampled."""
     targets = np.full(num_logit_rows.sum(), -1, dtype=np.int64)
     if any(span.scored_ids for span in spans):
         for span, end in zip(spans, np.cumsum(num_logit_rows).tolist(), strict=True):
@@ -147,7 +149,7 @@ def _targets(spans: Sequence[Span], num_logit_rows: IntArray) -> IntArray:
 def _group_batch(
     tables: tuple[BlockTable, ...], span_of_token: IntArray, positions: IntArray, block_size: int, device: torch.device
 ) -> CacheGroupBatch:
-    """One cache group's part, from the span `[T]` and position `[T]` of each token."""
+    """One cache group's part, from the span `[T]` and position `[T]` of each token, int64."""
     block_tables = np.zeros((len(tables), max(map(len, tables))), dtype=np.int32)
     for row, table in zip(block_tables, tables, strict=True):
         row[: len(table)] = table
@@ -156,7 +158,7 @@ def _group_batch(
 
 
 def to_device(values: npt.NDArray[Any], device: torch.device) -> torch.Tensor:
-    """A host array `[…]` as a tensor `[…]` on the device, without a device sync."""
+    """A host array `[…]` of any dtype as a tensor `[…]` on the device, without a device sync."""
     tensor = torch.from_numpy(values)
     if device.type == "cuda":
         return tensor.pin_memory().to(device, non_blocking=True)

@@ -88,4 +88,5 @@ def _definition(tokenizer: Tokenizer, stop_id: int) -> str:
 
 
 def _pack(is_allowed: npt.NDArray[np.bool_]) -> Words:
+    """Pack flags `[n]` bool into `Words` `[n / 32]`; n is a multiple of 32."""
     return np.packbits(is_allowed, bitorder="little").view(np.int32)

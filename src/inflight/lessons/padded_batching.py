@@ -117,7 +117,8 @@ def merge_batches(first: PaddedBatch, second: PaddedBatch) -> PaddedBatch:
 
 
 def pad_past(states: torch.Tensor, length: int) -> torch.Tensor:
-    """Pad keys or values `[B, Hkv, past, D]` with zeros on the left to `[B, Hkv, length, D]`; the mask hides these."""
+    """Pad keys or values `[B, Hkv, past, D]`, in the model's dtype, with zeros on the left to `[B, Hkv, length, D]`;
+    the mask hides these."""
     return functional.pad(states, (0, 0, length - states.shape[2], 0))
 
 

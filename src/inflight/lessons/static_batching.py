@@ -56,9 +56,9 @@ def generate_together(
     """Prefill the prompts of a group of requests, then decode all rows until each has its EOS or its last token.
 
     Args:
-        input_ids: `[B, L]`, the tokens that are not in the cache yet.
-        attention_mask: `[B, past + L]`: 0 for padding.
-        choose: returns the next tokens `[B]` of logits `[B, V]`.
+        input_ids: `[B, L]` int64, the tokens that are not in the cache yet.
+        attention_mask: `[B, past + L]` int64: 0 for padding.
+        choose: returns the next tokens `[B]` int64 of logits `[B, V]`.
     """
     running = set(range(len(group)))
     while running:
@@ -74,7 +74,12 @@ def generate_together(
 def last_logits(
     model: PreTrainedModel, input_ids: torch.Tensor, attention_mask: torch.Tensor, cache: DynamicCache
 ) -> torch.Tensor:
-    """Feed `[B, L]` tokens; return the logits `[B, V]` of each row's last. A row's positions do not count padding."""
+    """Feed `[B, L]` int64 tokens; return the logits `[B, V]`, in the model's dtype, of each row's last. A row's
+    positions do not count padding.
+
+    Args:
+        attention_mask: `[B, past + L]` int64: 0 for padding.
+    """
     positions = (attention_mask.cumsum(dim=1) - 1).clamp(min=0)
     logits: torch.Tensor = model(
         input_ids=input_ids,
@@ -88,7 +93,7 @@ def last_logits(
 
 
 def greedy(logits: torch.Tensor) -> torch.Tensor:
-    """Return the likeliest token `[B]` of each row of logits `[B, V]`."""
+    """Return the likeliest token `[B]` int64 of each row of logits `[B, V]`."""
     return logits.argmax(dim=-1)
 
 

@@ -97,6 +97,9 @@ class LoadPlan:
         seed: for prompts and arrivals. The same plan sends the same requests to all servers that take the same kind.
         objectives: for goodput.
         server_pid: the process whose CPU time is measured.
+
+    Raises:
+        ValueError: there are more processes than requests at a time.
     """
 
     sketches: Sequence[Sketch]

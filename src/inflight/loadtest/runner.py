@@ -60,24 +60,25 @@ class RequestRecord:
 
     @property
     def time_to_first_token(self) -> float:
-        """TTFT: from when the request was due to its first chunk with text (to its end if its tokens have no text)."""
+        """TTFT, in seconds: from when the request was due to its first chunk with text (to its end if its tokens have
+        no text)."""
         return (self.token_times[0] if self.token_times else self.finished) - self.scheduled
 
     @property
     def latency(self) -> float:
-        """E2E: from when the request was due to its end."""
+        """E2E, in seconds: from when the request was due to its end."""
         return self.finished - self.scheduled
 
     @property
     def time_per_output_token(self) -> float | None:
-        """TPOT: the mean time of all tokens after the first; None if there are none."""
+        """TPOT: the mean seconds of all tokens after the first; None if there are none."""
         if self.num_output_tokens < 2:
             return None
         return (self.latency - self.time_to_first_token) / (self.num_output_tokens - 1)
 
     @property
     def inter_token_latencies(self) -> list[float]:
-        """ITL: the gaps between chunks that carry tokens."""
+        """ITL: the seconds between chunks that carry tokens."""
         return [later - earlier for earlier, later in pairwise(self.token_times)]
 
     def take_in(self, chunks: Sequence[Chunk], now: float) -> None:

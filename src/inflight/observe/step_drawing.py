@@ -93,7 +93,7 @@ def _draw(axes: "Axes", view: StepView, mask: MaskView) -> None:
 
 
 def _colours(view: StepView, mask: MaskView) -> npt.NDArray[np.float64]:
-    """Return RGB values `[T, K, 3]`: white, mixed with a share of the column's colour."""
+    """Return RGB values `[T, K, 3]` float64 in [0, 1]: white, mixed with a share of the column's colour."""
     share = np.full(mask.allowed.shape, OTHER)
     colours = np.empty((mask.allowed.shape[1], 3))
     row = column = 0

@@ -106,7 +106,8 @@ def _next_step(ordered: Sequence[Stretch], step: int, otherwise: int) -> int:
 
 
 def start_of(recording: Recording) -> float:
-    """Return the start of a recording: the first request's arrival, or the first step's start if that is earlier."""
+    """Return the start of a recording, in seconds: the first request's arrival, or the first step's start if that is
+    earlier."""
     first_steps = [step.start_time for step in recording.steps[:1]]
     return min([*(arrival.time for arrival in recording.arrivals), *first_steps], default=0.0)
 

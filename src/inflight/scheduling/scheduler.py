@@ -233,7 +233,8 @@ class Scheduler:
         return self._in_flight is None and not self.reuse.copies
 
     def plan(self) -> StepPlan | None:
-        """Plan the next step; None if there is nothing to compute. Commit, fail or discard it before the next call."""
+        """Plan the next step; None if there is nothing to compute. Commit, fail or discard it before the next call,
+        which raises `RuntimeError` otherwise."""
         if self._in_flight is not None:
             raise RuntimeError("the previous step is still in flight: commit or fail it first")
         for sequence in self.persistence.take_in(may_load=self._may_load):

@@ -76,6 +76,9 @@ class QuantizationConfig:
             checkpoint. "exact": they are expanded to the model's dtype, and the results are those of the plain model
             with these weights; "fast": activations are rounded to int8, with a scale for every 32 inputs; "auto": fast
             where the CPU is faster so (AVX2, AVX-512), else exact.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     method: Literal["int8", "int4"] | None = _flat("quantization", None)
@@ -105,6 +108,9 @@ class KVCacheConfig:
             given.
         dtype: of keys and values: "auto" (the model's) or "int8" (one scale for each token and head; half of
             bfloat16's memory; not exact; only with the "cpu" backend).
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     block_size: Positive = 16
@@ -123,6 +129,9 @@ class PrefixCacheConfig:
         folder: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and
             their eviction; several engines may share it. None: they are kept in memory only.
         size: the bytes that all files in it may have.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     enabled: bool = _flat("enable_prefix_caching", True)
@@ -153,6 +162,9 @@ class SchedulingConfig:
             2**31 - 1, and of batch jobs) a step may have beside others'; 0: they run only while no others do.
         max_num_waiting: a request is refused while this many sequences wait, besides those in the background; None: no
             limit.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     max_num_seqs: Positive = 64
@@ -178,6 +190,9 @@ class SpeculationConfig:
             options, and has a cache of its own with as many blocks, beside `kv_cache_memory`. "mtp" is the layer for
             multi-token prediction that some checkpoints have (DeepSeek-V3, GLM-4.5 and later, Mellum).
         max_draft_tokens: the most draft tokens of a sequence in a step.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     method: Literal["auto", "lookup", "grammar", "draft", "off"] = _flat("speculation", "auto")
@@ -210,6 +225,9 @@ class DebugConfig:
         verify: whether to prove the model's exactness even if nothing has changed since a load that proved it. (What a
             load finds out is cached in `~/.cache/inflight`.)
         load_format: "auto" reads the checkpoint's weights; "dummy" makes seeded random ones from the configuration.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     executor: Literal["auto", "packed", "rows", "sequential"] = "auto"
@@ -253,6 +271,9 @@ class EngineConfig:
         scheduling: how many sequences and tokens a step has, and whose.
         speculation: where draft tokens come from.
         debug: what only developers choose.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
@@ -327,6 +348,9 @@ class FleetConfig:
             apply to each engine; `kv_cache_memory`, unless given, is divided among them.
         routing: how requests are routed to replicas: "prefix" (shortest expected time to first token), "least-loaded"
             or "round-robin".
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     in_process: bool = False

@@ -65,6 +65,9 @@ class SamplingParams:
         prediction: what the output may be like in parts: text or token ids (OpenAI's predicted outputs). Where the
             engine speculates, its tokens are drafted; the output stays the same.
         speculation: whether tokens may be drafted where the engine speculates; the output is the same either way.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     n: Annotated[int, Meta(ge=1, le=MAX_SEQUENCES)] = 1

@@ -27,6 +27,9 @@ class Reasoning:
         begin: the text or token that begins it; "": the prompt ends with it.
         otherwise: the text in its place if the model does not reason.
         max_tokens: its most tokens, after which the end is forced. `end` must begin with a single token.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     end: str
@@ -56,6 +59,9 @@ class StructuredOutput:
             is unset, as the standard says. By default it may not, as with other servers.
         grammar: text of this context-free grammar, in Lark's notation or GBNF's (`root ::= ...`).
         reasoning: reasoning that may come first.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     json_schema: str | None = None

@@ -27,6 +27,9 @@ class KVEvents:
         max_queue_size: batches queued for publication before some are dropped.
         topic: of all messages.
         data_parallel_rank: the engine's number, in every batch.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     endpoint: Address = "tcp://*:5557"

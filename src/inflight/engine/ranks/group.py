@@ -119,6 +119,9 @@ class RankGroup:
     Attributes:
         rank: rank 0.
         config: of each rank.
+
+    Raises:
+        ModelError: this system cannot run ranks, or one of them ended.
     """
 
     def __init__(self, model: str, config: EngineConfig) -> None:

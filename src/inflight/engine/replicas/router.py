@@ -88,6 +88,8 @@ class TtftEstimator:
         self._seconds_of_run += (1 - FORGETTING if self._seconds_of_run else 1.0) * (seconds - self._seconds_of_run)
 
     def _solved(self) -> "np.ndarray[tuple[int], np.dtype[np.float64]]":
+        """The best fit without negative coefficients: `[3]` float64, of an offset, owed tokens and running sequences,
+        in seconds."""
         line, kept, estimate = np.zeros(3), [0, 1, 2], self._pace * FIRST_ESTIMATE
         squares, targets = self._squares + np.diag(TRUST / estimate**2), self._targets + TRUST / estimate
         while kept:

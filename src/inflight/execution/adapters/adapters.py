@@ -71,8 +71,8 @@ class PackedAdapter:
 def matrices_of(
     update: LowRankUpdate, scaling: Scaling, layers: AdaptableLayers
 ) -> Iterator[tuple[AdapterTarget, torch.Tensor, torch.Tensor]]:
-    """The targets of an update, with `[rank, in]` and `[out, rank]` of each, scaled. Raises `AdapterError` if the model
-    has no such weight."""
+    """The targets of an update, with `[rank, in]` and `[out, rank]` of each, float, scaled. Raises `AdapterError` if
+    the model has no such weight, or one of another shape."""
     module, down, up = update.module, update.down, update.up.float()
     sizes = down.shape[1], up.shape[0]
     if (target := layers.weights.get(module)) is not None:
@@ -109,7 +109,8 @@ def _shape(in_features: int, out_features: int) -> str:
 
 
 def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
-    """`[rank, in]` zero-padded to a multiple of inputs, in the kernels' order; for an embedding, rows by token."""
+    """`[rank, in]`, float, in the target's dtype, zero-padded to a multiple of inputs, in the kernels' order; of an
+    embedding, `[vocabulary, rank]`."""
     if target.is_embedding:
         return down.to(target.dtype).T.contiguous()
     filled = nn.functional.pad(down.to(target.dtype), (0, -target.in_features % MULTIPLE))
@@ -120,7 +121,8 @@ def _down_of(target: AdapterTarget, down: torch.Tensor) -> torch.Tensor:
 
 
 def _in_one_piece(matrices: list[torch.Tensor]) -> list[torch.Tensor]:
-    """The matrices consecutively in huge pages, in the order in which a step reads them."""
+    """The matrices `[…]`, each with its shape and dtype, consecutively in huge pages, in the order in which a step
+    reads them."""
     sizes = [-(-each.nbytes // LINE) * LINE for each in matrices]
     memory, copies, first = untouched_memory(sum(sizes)), [], 0
     for matrix, size in zip(matrices, sizes, strict=True):
@@ -266,7 +268,7 @@ def _run(executor: PackedExecutor, block_size: int, num_tokens: int, num_logit_r
 
 
 def _filled_up(numbers: IntArray, size: int) -> list[int]:
-    """The numbers, padded with the last one, like a step's rows."""
+    """Numbers `[n]` int64, padded to `size` with the last one, like a step's rows; -1 if there are none."""
     if not len(numbers):
         return [-1] * size
     return np.pad(numbers, (0, size - len(numbers)), mode="edge").tolist()  # type: ignore[no-any-return]

@@ -161,7 +161,8 @@ def _number(value: object, name: str) -> None:
 
 
 def _tensors(source: str) -> tuple[dict[str, torch.Tensor], "hashlib._Hash"]:
-    """The tensors of an adapter by their names, in files that stay open, and a digest of the file."""
+    """The tensors `[…]` of an adapter by their names, in files that stay open, and a digest of the file. Raises
+    `AdapterError` if it cannot be read."""
     path = _file(source, WEIGHTS) or _file(source, OLD_WEIGHTS)
     if path is None:
         raise AdapterError(f"{source} has neither {WEIGHTS} nor {OLD_WEIGHTS}")
@@ -183,6 +184,8 @@ def _tensors(source: str) -> tuple[dict[str, torch.Tensor], "hashlib._Hash"]:
 
 
 def _updates(tensors: Mapping[str, torch.Tensor]) -> list[LowRankUpdate]:
+    """The updates of an adapter's tensors, float: pairs as in `LowRankUpdate`, `[rank, in]` and `[out, rank]`. Raises
+    `AdapterError` for any other tensors."""
     pairs: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         if name.endswith(".base_layer.weight"):  # the model's own, which PEFT saves beside an embedding's or a head's

@@ -20,12 +20,12 @@ STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class CpuCache(KVStorage):
-    """Keys and values in the kernel's layout, as views `[N + 1, Hkv, stripes, …]` of one piece of memory.
+    """Keys and values in the kernel's layout, as views `[num_blocks + 1, Hkv, stripes, …]` of one piece of memory.
 
     Attributes:
-        stored: the whole piece, `[N + 1, Hkv, stripes, bytes of a stripe]` int8.
-        key_scales, value_scales: for an int8 cache, `[N + 1, Hkv, stripes, lanes]` float32, one for each token and
-            head.
+        stored: the whole piece, `[num_blocks + 1, Hkv, stripes, bytes of a stripe]` int8.
+        key_scales, value_scales: for an int8 cache, `[num_blocks + 1, Hkv, stripes, lanes]` float32, one for each token
+            and head.
         call: the kernels' handle of this attention call.
     """
 
@@ -41,6 +41,9 @@ class CpuAttention:
     Args:
         dtype: of keys and values in the cache: float32, bfloat16 or int8. Queries may be float32 or bfloat16.
         block_size: any; it is rounded up to a multiple of 16 in memory.
+
+    Raises:
+        ValueError: the cache cannot have this dtype.
     """
 
     name = "cpu"

@@ -47,10 +47,11 @@ class AttentionSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVStorage:
-    """Storage for the keys and values of one attention call: N + 1 blocks, then dimensions of the backend's choice.
+    """Storage for the keys and values of one attention call: one block more than the cache has, then dimensions of the
+    backend's choice.
 
-    The definition's are `[N + 1, B, Hkv, Dk]` and `[N + 1, B, Hkv, Dv]`. The last block belongs to no sequence: writes
-    to cache index -1 may go there.
+    The definition's are `[num_blocks + 1, block_size, Hkv, Dk]` and `[num_blocks + 1, block_size, Hkv, Dv]`, in the
+    model's dtype. The last block belongs to no sequence: writes to cache index -1 may go there.
     """
 
     keys: torch.Tensor
@@ -88,13 +89,15 @@ class AttentionBackend(Protocol):
         ...
 
     def write(self, cache: KVStorage, key: torch.Tensor, value: torch.Tensor, spec: AttentionSpec) -> None:
-        """Store the step's new keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the batch's `cache_indices`."""
+        """Store the step's new keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]`, in the model's dtype, at the batch's
+        `cache_indices`."""
         ...
 
     def attend(
         self, query: torch.Tensor, cache: KVStorage, spec: AttentionSpec, sinks: torch.Tensor | None
     ) -> torch.Tensor:
-        """Each query `[T, H, Dk]` over the keys that it may see; sinks `[H]`; returns `[T, H, Dv]`."""
+        """Each query `[T, H, Dk]`, in the model's dtype, over the keys that it may see; sinks `[H]`, float; returns
+        `[T, H, Dv]` in the queries' dtype."""
         ...
 
     def copy_blocks(self, cache: KVStorage, copies: Sequence[tuple[int, int]]) -> None:
@@ -102,5 +105,5 @@ class AttentionBackend(Protocol):
         ...
 
     def memory_of(self, cache: KVStorage) -> list[torch.Tensor]:
-        """All that is stored, as tensors `[N + 1, …]`."""
+        """All that is stored, as tensors `[num_blocks + 1, …]` of any dtype."""
         ...

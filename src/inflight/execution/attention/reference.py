@@ -109,7 +109,7 @@ class ReferenceAttention:
         return self.block_size * spec.num_kv_heads * (spec.head_size + spec.value_head_size) * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, spec: AttentionSpec, beside: KVStorage | None = None) -> KVStorage:
-        """See `AttentionBackend`. Keys and values are `[num_blocks + 1, B, Hkv, D]`."""
+        """See `AttentionBackend`. Keys and values are `[num_blocks + 1, block_size, Hkv, D]`."""
         shape = (num_blocks + 1, self.block_size, spec.num_kv_heads)
         sizes = spec.head_size, spec.value_head_size
         if beside is not None:

@@ -27,13 +27,13 @@ MAX_QUERIES_AT_ONCE = 512
 
 @dataclass(frozen=True, slots=True)
 class Gather:
-    """G spans (or one slice of one) of L queries each, over K gathered keys each (padded to the longest).
+    """B spans (or one slice of one) of L queries each, over K gathered keys each (padded to the longest).
 
     Attributes:
-        rows: `[G, L]` int64, the queries' indices in the row.
-        cache_indices: `[G, K]` int64, where the keys lie. Padding repeats the span's own last key, so that no other
+        rows: `[B, L]` int64, the queries' indices in the row.
+        cache_indices: `[B, K]` int64, where the keys lie. Padding repeats the span's own last key, so that no other
             memory (another sequence's NaN, say) enters its arithmetic.
-        allowed: `[G, L, K]` bool; None when causality alone decides and K = L, a plain causal prefill.
+        allowed: `[B, L, K]` bool; None when causality alone decides and K = L, a plain causal prefill.
     """
 
     rows: torch.Tensor
@@ -76,7 +76,8 @@ class TorchAttention(ReferenceAttention):
         spec: AttentionSpec,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """query `[G, L, H, Dk]`, key and value `[G, Hkv, K, D]`, allowed `[G, L, K]`; returns `[G, L, H, Dv]`."""
+        """query `[B, L, H, Dk]`, key and value `[B, Hkv, K, D]`, allowed `[B, L, K]` bool, sinks `[H]`; returns
+        `[B, L, H, Dv]` in the query's dtype."""
         num_spans, num_queries = query.shape[:2]
         if allowed is None:
             query = query.transpose(1, 2)
@@ -88,10 +89,10 @@ class TorchAttention(ReferenceAttention):
             return dense_attention(query.transpose(1, 2), key, value, allowed, spec, sinks).transpose(1, 2)
         fold = spec.num_heads // spec.num_kv_heads
         query = query.reshape(num_spans, num_queries, spec.num_kv_heads, fold, -1).permute(0, 2, 3, 1, 4)
-        mask = allowed[:, None, None].expand(-1, -1, fold, -1, -1).flatten(2, 3)  # [G, 1, fold * L, K]
+        mask = allowed[:, None, None].expand(-1, -1, fold, -1, -1).flatten(2, 3)  # [B, 1, fold * L, K]
         out = functional.scaled_dot_product_attention(
             query.flatten(2, 3), key, value, attn_mask=mask, scale=spec.scale
-        )  # [G, Hkv, fold * L, Dv]
+        )  # [B, Hkv, fold * L, Dv]
         out = out.reshape(num_spans, spec.num_kv_heads, fold, num_queries, -1).permute(0, 3, 1, 2, 4)
         return out.reshape(num_spans, num_queries, spec.num_heads, -1)
 
@@ -125,7 +126,7 @@ class TorchAttention(ReferenceAttention):
         return gathers
 
     def _make_gather(self, spans: IntArray, first: int, last: int, spec: AttentionSpec, *, causal: bool) -> Gather:
-        """Queries `first` to `last` of each of `spans` `[G]`; with `causal`, torch's operator makes the mask."""
+        """Queries `first` to `last` of each of `spans` `[B]`; with `causal`, torch's operator makes the mask."""
         batch = self.batch
         query_lens, kv_lens = batch.query_lens_host[spans], batch.kv_lens_host[spans]
         row_starts = np.cumsum(batch.query_lens_host)[spans] - query_lens
@@ -148,7 +149,7 @@ class TorchAttention(ReferenceAttention):
         )
 
     def _to_device(self, values: IntArray) -> torch.Tensor:
-        """An array of any shape on the device."""
+        """An array `[…]` int64 on the device."""
         return to_device(values, self.device)
 
 
@@ -158,7 +159,7 @@ def _is_plain(spec: AttentionSpec) -> bool:
 
 
 def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntArray:
-    """The first key that a query at each of these positions `[n]`, or at any later one, may see: `[n]`."""
+    """The first key that a query at each of these positions `[n]` int64, or at any later one, may see: `[n]` int64."""
     first = np.zeros_like(query_positions)
     if spec.window is not None:
         first = np.maximum(first, query_positions - spec.window + 1)
@@ -168,7 +169,8 @@ def _first_visible_keys(query_positions: IntArray, spec: AttentionSpec) -> IntAr
 
 
 def _end_of_visible_keys(query_positions: IntArray, kv_lens: IntArray, spec: AttentionSpec) -> IntArray:
-    """One more than the last of `kv_lens` keys that a query at each of these positions `[n]` may see: `[n]`."""
+    """One more than the last of `kv_lens` `[n]` keys that a query at each of these positions `[n]` may see: `[n]`, all
+    int64."""
     if spec.is_causal:
         return query_positions + 1
     end = kv_lens

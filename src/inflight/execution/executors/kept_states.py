@@ -16,7 +16,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 
 class KeptStates:
-    """Hidden states of width H by block.
+    """Hidden states by block, in the model's dtype.
 
     Args:
         model: the model.
@@ -35,7 +35,7 @@ class KeptStates:
 
     @property
     def memory(self) -> torch.Tensor:
-        """All states, `[num_blocks, block_size, H]`."""
+        """All states, `[num_blocks, block_size, hidden]` in the model's dtype."""
         return self._states
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
@@ -45,22 +45,22 @@ class KeptStates:
             self._states[destinations] = self._states[sources]
 
     def write(self, batch: RaggedBatch, states: torch.Tensor) -> None:
-        """Keep the states `[T, H]` of a step's tokens."""
+        """Keep the states of a step's tokens, `[T, hidden]` in the model's dtype."""
         self._places.index_copy_(0, batch.groups[self._group].cache_indices, states)
 
     def write_at(self, places: torch.Tensor, states: torch.Tensor) -> None:
-        """Keep states `[n, H]` at places `[n]` int64 (see `cache_indices`)."""
+        """Keep states `[n, hidden]` at places `[n]` int64 (see `cache_indices`)."""
         self._places.index_copy_(0, places, states)
 
     def read(self, places: torch.Tensor) -> torch.Tensor:
-        """The states `[n, H]` at places `[n]` int64 (see `cache_indices`)."""
+        """The states `[n, hidden]` at places `[n]` int64 (see `cache_indices`)."""
         return self._places.index_select(0, places)
 
 
 @contextmanager
 def put_last_states(model: PreTrainedModel, states: list[torch.Tensor]) -> Iterator[None]:
-    """A context in which a forward pass over one row stores its last hidden states `[T, H]`: the decoder's output, from
-    which the head computes logits."""
+    """A context in which a forward pass over one row appends its last hidden states to `states`, `[T, hidden]` in the
+    model's dtype: the decoder's output, from which the head computes logits."""
 
     def observe(module: torch.nn.Module, args: Any, output: Any) -> None:
         states.append((output[0] if isinstance(output, tuple) else output.last_hidden_state)[0])

@@ -50,7 +50,7 @@ class Counting:
         return 0 if self.padding is None else self.padding + 1
 
     def positions(self, batch: RaggedBatch) -> torch.Tensor:
-        """The positions `[T]` of a step's tokens, with their types. With a `padding`, all spans begin their
+        """The positions `[T]` int64 of a step's tokens, with their types. With a `padding`, all spans begin their
         sequences."""
         if self.padding is None:
             return batch.positions
@@ -59,7 +59,7 @@ class Counting:
         return to_device(own, batch.positions.device) + (batch.positions >> TYPE_SHIFT << TYPE_SHIFT)
 
     def after_padding(self, input_ids: IntArray, lengths: IntArray) -> IntArray:
-        """The positions `[T]` of token ids `[T]` of sequences end to end, of these lengths `[S]`."""
+        """The positions `[T]` of token ids `[T]` of sequences end to end, of these lengths `[S]`, all int64."""
         assert self.padding is not None
         counts = input_ids != self.padding
         so_far = np.cumsum(counts)
@@ -187,7 +187,8 @@ class PackedExecutor:
 
     @torch.inference_mode()
     def outputs(self, batch: RaggedBatch) -> list[torch.Tensor]:
-        """The logits `[R, V]` of a step, and the last hidden states `[T, H]`, if they are kept."""
+        """The logits `[R, V]` of a step, and the last hidden states `[T, hidden]`, if they are kept; in the model's
+        dtype."""
         if self.grouping.has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
@@ -207,7 +208,12 @@ class PackedExecutor:
     def _run(
         self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
     ) -> list[torch.Tensor]:
-        """A step's outputs, without padding rows."""
+        """A step's outputs, without padding rows; see `outputs`.
+
+        Args:
+            input_ids, positions: `[n]` int64, padded; n is at least T.
+            logit_rows: `[n]` int64, padded; n is at least R.
+        """
         rows = input_ids, positions, logit_rows
         if self._compiled is not None:
             return _without_padding(batch, self._compiled(*rows))
@@ -219,7 +225,9 @@ class PackedExecutor:
     def _run_eagerly(
         self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
     ) -> list[torch.Tensor]:
-        """Run rows, of which `num_tokens` are tokens, through the model's own Python."""
+        """Run rows, of which `num_tokens` are tokens, through the model's own Python. Arguments as for `_run`; returns
+        logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises
+        `RuntimeError` if the model does not make the calls that it made at load."""
         self._num_calls, self._num_tokens = 0, num_tokens
         states: list[torch.Tensor] = []
         with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
@@ -288,7 +296,7 @@ class PackedExecutor:
         kwargs: dict[str, Any],
     ) -> torch.Tensor:
         """Handle the model's next attention call. Its ordinal in the forward pass identifies its cache, because a layer
-        may attend twice (DiffLlama) or run twice (HRM). Shapes as in `AttentionHandler`."""
+        may attend twice (DiffLlama) or run twice (HRM). See `AttentionHandler` for shapes."""
         spec, cache = self._calls[self._num_calls]
         self._num_calls += 1
         num_rows, num_tokens = query.shape[2], self._num_tokens
@@ -302,8 +310,8 @@ class PackedExecutor:
 
 
 def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Callable[..., torch.Tensor]:
-    """The model's own forward pass over one row: token ids `[T]`, positions `[T]` and logit rows `[R]` to logits
-    `[R, V]`."""
+    """The model's own forward pass over one row: token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to
+    logits `[R, V]` in the model's dtype."""
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
@@ -329,6 +337,7 @@ def require_packed(executor: Executor) -> PackedExecutor:
 
 
 def _without_padding(batch: RaggedBatch, outputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Logits `[n, V]`, and states `[n, hidden]` if they are kept, without padding rows: `[R, V]` and `[T, hidden]`."""
     logits, *states = outputs
     return [logits[: batch.num_logit_rows], *(each[: batch.num_tokens] for each in states)]
 
@@ -347,7 +356,7 @@ def _in_part(batch: RaggedBatch, part: BlockPart, block_size: int) -> CacheGroup
 
 
 def _at_least(number: int, rows: torch.Tensor) -> torch.Tensor:
-    """Rows `[n]`, the last one repeated until there are `number`; zeros if there are none."""
+    """Rows `[n]` int64, the last one repeated until there are `number`; zeros if there are none."""
     if rows.shape[0] >= number:
         return rows
     last = rows[-1:] if rows.shape[0] else rows.new_zeros(1)

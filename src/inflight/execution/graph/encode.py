@@ -60,7 +60,7 @@ class EncodedProgram(NamedTuple):
 
     Attributes:
         codes, numbers, words, constants: arguments of the operator `new_program`: codes, the numbers and words that
-            they refer to, and the constant tensors.
+            they refer to, and the constant tensors `[…]`, of any dtype.
         handles: the kinds of the handles (`HANDLES`) among the codes, by their places.
         needs_torch_threads: whether torch's operators need several threads.
     """

@@ -63,7 +63,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Graph:
-    """A forward pass: its nodes, in order, and its constants."""
+    """A forward pass: its nodes, in order, and its constants `[…]`, by value."""
 
     nodes: list[Node]
     constants: dict[int, torch.Tensor]
@@ -74,7 +74,7 @@ def simplified(graph: Graph, tensors: Sequence[torch.Tensor]) -> Graph:
     """The same graph without views, with constants folded and dead nodes removed.
 
     Args:
-        tensors: a tensor of each value, from a run with data.
+        tensors: a tensor `[…]` of any dtype for each value, from a run with data.
     """
     constants = dict(graph.constants)
     known = set(constants) | set(range(NUM_INPUTS))

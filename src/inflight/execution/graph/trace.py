@@ -63,7 +63,7 @@ class TracedCall:
 
 
 def memory_of(tensor: torch.Tensor) -> int:
-    """The id of a tensor's storage, valid while a tensor of it is alive."""
+    """The id of the storage of a tensor `[…]` of any dtype, valid while a tensor of it is alive."""
     return id(tensor) if tensor.is_mkldnn else int(tensor.untyped_storage()._cdata)
 
 
@@ -71,10 +71,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Traces the operators that run in its context.
 
     Args:
-        inputs: the forward pass's input tensors, with the first numbers.
+        inputs: the forward pass's input tensors, `[T]`, `[T]` and `[R]` int64, with the first numbers.
 
     Attributes:
-        tensors: one tensor of each memory, which keeps it alive.
+        tensors: one tensor `[…]` of each memory, which keeps it alive.
         outputs: what the forward pass returned, set at its end.
     """
 
@@ -143,6 +143,7 @@ def trace_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: in
 
 
 def _trace(forward: Callable[..., Sequence[torch.Tensor]], num_tokens: int, num_logit_rows: int) -> Tracer:
+    """Trace a forward pass (see `trace_forward`) over T arbitrary tokens with R logit rows."""
     inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
     tracer = Tracer(inputs)
     with tracer:
@@ -212,7 +213,7 @@ def _as_graph(tracers: Sequence[Tracer], long_tracer: Tracer, longest: tuple[int
 
 
 def _same_constant(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor that existed before the forward pass, in each trace."""
+    """A tensor `[…]` that existed before the forward pass, in each trace. Raises `UntraceableError` if they differ."""
     first, *others = tensors
     for other in others:
         if memory_of(other) != memory_of(first) and (first.is_mkldnn or not torch.equal(first, other)):

@@ -80,7 +80,7 @@ def in_groups(
 
 
 def _one_for_all(zeros: torch.Tensor | int) -> torch.Tensor | int:
-    """Zero points as a single one, if they are all the same."""
+    """Zero points `[out, groups]` as a single one, if they are all the same."""
     if isinstance(zeros, int):
         return zeros
     first = zeros.flatten()[0]
@@ -88,6 +88,6 @@ def _one_for_all(zeros: torch.Tensor | int) -> torch.Tensor | int:
 
 
 def narrowest(scales: torch.Tensor) -> torch.Tensor:
-    """Scales in float16 if that holds them, else in float32."""
+    """Scales `[…]`, float, in float16 if that holds them, else in float32."""
     halves = scales.half()
     return halves if torch.equal(halves.float(), scales.float()) else scales.float()

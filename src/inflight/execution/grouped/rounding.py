@@ -84,6 +84,7 @@ def channels_of(weight: GroupedWeight) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _eight_bits(weight: torch.Tensor) -> Groups:
+    """A weight `[out, in]` in eight bits, with one float32 scale for each output."""
     rounded, scales = rounded_channels(weight)
     whole = -(-weight.shape[1] // CHUNK) * CHUNK
     layout = GroupedLayout(8, whole, middle=MIDDLE_OF_EIGHT, has_wide_scales=True)

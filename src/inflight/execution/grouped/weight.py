@@ -131,7 +131,12 @@ class Groups:
 
 
 def _spread(coarse: torch.Tensor, run: int, fine: torch.Tensor | None, group: int, num_inputs: int) -> torch.Tensor:
-    """Scales (or minima) of all inputs: `[out, in]` float32."""
+    """Scales (or minima) of all inputs: `[out, in]` float32.
+
+    Args:
+        coarse: `[out, runs]` float, one for each `run` inputs.
+        fine: `[out, num_inputs / group]` int8, factors of groups of inputs.
+    """
     spread = coarse.float().repeat_interleave(run, dim=1)[:, :num_inputs]
     return spread if fine is None else spread * fine.float().repeat_interleave(group, dim=1)[:, :num_inputs]
 
@@ -149,7 +154,7 @@ class PackedMatrix:
     order: torch.Tensor | None = None
 
     def in_order(self, columns: torch.Tensor) -> torch.Tensor:
-        """The columns of `[…, in]` where the inputs are."""
+        """The columns of `[…, in]`, of any dtype, where the inputs are."""
         return columns if self.order is None else columns[..., self.order.argsort()]
 
     def joins(self, other: "PackedMatrix") -> bool:
@@ -241,7 +246,7 @@ class GroupedWeight(torch.Tensor):
         return sum(each.panels.nbytes for each in self.matrices)
 
     def values(self) -> torch.Tensor:
-        """The dequantized weight."""
+        """The dequantized weight, `[out, in]` or `[experts, out, in]` (transposed if this is), in the nominal dtype."""
         words, sizes = self.grouping.words, self.matrix_shape
         matrices = [
             each.in_order(torch.ops.inflight.grouped_values(words, each.panels, *sizes, self.dtype))
@@ -315,7 +320,7 @@ def watch_expansions() -> Iterator[Counter[str]]:
 
 
 def as_values(weight: torch.Tensor) -> torch.Tensor:
-    """A weight as an ordinary tensor, which it may be already."""
+    """A weight `[…]` as an ordinary tensor of its shape and dtype, which it may be already."""
     if not isinstance(weight, GroupedWeight):
         return weight
     for seen in _watchers:
@@ -407,14 +412,19 @@ def _split(weight: GroupedWeight, size: int, dim: int = 0) -> list[GroupedWeight
 
 
 def _some_panels(panels: torch.Tensor, first: int, number: int, of: int, step: int, is_inputs: bool) -> torch.Tensor:
-    """Those of some outputs, or of some inputs, which may be fewer than a step at the end."""
+    """The part of panels `[out / 32, bytes]` uint8 with some outputs, or some inputs.
+
+    Args:
+        first, number, of: the first of them, how many, and how many the panels have.
+        step: outputs or inputs that stay together; `first` is a multiple of it, and the last step may be partial.
+    """
     bytes_of_step = panels.shape[1] // -(-of // step) if is_inputs else 1
     begin, end = (each // step * bytes_of_step for each in (first, first + number + step - 1))
     return (panels[:, begin:end] if is_inputs else panels[begin:end]).contiguous().clone()
 
 
 def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All panels as one tensor, without a copy if already adjacent."""
+    """All panels, `[out / 32, bytes]` uint8 each, as one tensor of these, without a copy if already adjacent."""
     first = panels[0]
     sizes = [each.numel() for each in panels]
     starts = [first.data_ptr() + sum(sizes[:number]) for number in range(len(panels))]
@@ -425,7 +435,7 @@ def _below_each_other(panels: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, weight: Any, bias: torch.Tensor | None = None) -> torch.Tensor | None:
-    """`functional.linear`, in pieces of the weight's rows."""
+    """`functional.linear`, `[…, in]` to `[…, out]`, in pieces of the weight's rows."""
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
     if _in_place.get():
@@ -456,7 +466,7 @@ def multiplied_in_place() -> Iterator[None]:
 
 
 def _kernel_linear(x: torch.Tensor, weight: GroupedWeight, bias: torch.Tensor | None) -> torch.Tensor:
-    """`functional.linear` by our kernel."""
+    """`functional.linear`, `[…, in]` to `[…, out]`, by our kernel."""
     (num_outputs, num_inputs), matrix = weight.matrix_shape, weight.matrices[0]
     number = torch.ops.inflight.new_grouped_linear(
         *(matrix.panels, weight.grouping.words, matrix.order, True, bias, num_inputs, num_outputs, "none", "none")
@@ -474,6 +484,7 @@ def _multiplied(x: torch.Tensor, weight: Any) -> torch.Tensor | None:
 
 
 def _embedded(weight: Any, indices: torch.Tensor, *args: Any) -> torch.Tensor | None:
+    """The rows `[…, in]` of a weight at `indices` `[…]`, integers."""
     if not isinstance(weight, GroupedWeight) or weight.dim() != 2 or weight.is_transposed:
         return None
     return weight.stored_rows.rows(indices.long())

@@ -19,7 +19,7 @@ class MtpHead(PreTrainedModel):
     """A checkpoint's first MTP layer as a one-layer model. Its positions are those of the hidden states.
 
     Attributes:
-        states: the hidden states `[T, H]` from which the next forward pass over T tokens continues; afterwards the
+        states: the hidden states `[T, hidden]` from which the next forward pass over T tokens continues; afterwards the
             layer's own. Tokens beyond the states are padding.
     """
 

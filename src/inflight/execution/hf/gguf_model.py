@@ -98,17 +98,19 @@ class _Names:
 
 
 class _Touched(dict[str, torch.Tensor]):
-    """Parameters assembled by `transformers`; records reads and writes."""
+    """Parameters `[…]` assembled by `transformers`, by name; records reads and writes."""
 
     def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
         super().__init__(given)
         self.touched: set[str] = set()
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        """The parameter `[…]`, recorded as touched."""
         self.touched.add(name)
         return super().__getitem__(name)
 
     def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
+        """Set the parameter to `[…]`, and record it as touched."""
         self.touched.add(name)
         super().__setitem__(name, tensor)
 
@@ -140,7 +142,8 @@ class _Loader:
         self.notes: list[str] = []
 
     def state(self) -> dict[str, torch.Tensor]:
-        """All parameters, by the model's names for them."""
+        """All parameters `[…]`, by the model's names for them: grouped, float32, float16, or expanded to the model's
+        dtype. Raises `ModelError` for a tensor that the model has no place for, or that cannot be read."""
         state: dict[str, torch.Tensor] = {}
         sources: dict[str, list[tuple[TensorEntry, torch.Tensor]]] = {}
         unknown = []
@@ -179,8 +182,8 @@ class _Loader:
             buffer.div_(factors)
 
     def _moved(self, entry: TensorEntry) -> Iterator[tuple[str, torch.Tensor]]:
-        """A tensor under the model's names: its values, or, for one in blocks, its row numbers from 1, int64, with a
-        last dimension of 1. Rows of other tensors are 0."""
+        """A tensor under the model's names: its values `[…]` float32 or float16, or, for one in blocks, its row numbers
+        from 1, `[…, out, 1]` int64, transposed if the model's weight is. Rows of other tensors are 0."""
         in_blocks = entry.kind not in FLOATS
         if in_blocks:
             rows = entry.num_elements // entry.shape[-1]
@@ -200,7 +203,12 @@ class _Loader:
             yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
 
     def _gathered(self, name: str, parts: list[tuple[TensorEntry, torch.Tensor]]) -> torch.Tensor:
-        """A weight with rows in one or several block tensors."""
+        """A weight `[out, in]` or `[experts, out, in]`, grouped or in the model's dtype, transposed if `parts` are.
+        Raises `ModelError` if they do not fit.
+
+        Args:
+            parts: the block tensors that have its rows, each with row numbers (see `_moved`).
+        """
         entries, orders = zip(*parts, strict=True)
         shape = orders[0].shape
         if name not in self._shapes or any(order.shape != shape for order in orders):
@@ -245,11 +253,13 @@ class _Loader:
         return values
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
+        """A copy of a tensor's values, `[…]` in the file's float dtype."""
         values = self._bytes(entry).clone().view(FLOATS[entry.kind]).view(entry.shape)
         self._release(entry)
         return values
 
     def _bytes(self, entry: TensorEntry) -> torch.Tensor:
+        """A tensor's bytes in the mapped file, `[n]` uint8."""
         return self._contents[entry.path][entry.start : entry.start + entry.nbytes]
 
     def _release(self, entry: TensorEntry) -> None:

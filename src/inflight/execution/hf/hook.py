@@ -23,11 +23,12 @@ _handler: ContextVar[AttentionHandler] = ContextVar("inflight_attention_handler"
 def _attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
 ) -> tuple[Tensor, None]:
+    """The attention function that `transformers` calls; see `AttentionHandler` for shapes."""
     return _handler.get()(module, query, key, value, attention_mask, kwargs), None
 
 
 def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
-    """The attention sinks of a call, one logit per head that joins the softmax, `[H]`; None: it has none."""
+    """The attention sinks of a call, one logit per head that joins the softmax, `[H]` float; None: it has none."""
     sinks = kwargs.get("s_aux")
     if sinks is None:
         sinks = getattr(module, "sinks", None)

@@ -50,11 +50,11 @@ class ModelCall:
         self.no_logits = torch.empty((0, self.vocab_size), dtype=model.dtype, device=model.device)
 
     def __call__(self, token_ids: Any, positions: Any, mask: Any, cache: Any, num_logit_rows: int) -> torch.Tensor:
-        """Logits `[G, num_logit_rows, V]` of the last tokens of G rows.
+        """Logits `[B, num_logit_rows, V]`, in the model's dtype, of the last tokens of B rows.
 
         Args:
-            token_ids, positions: `[G, L]` int64, on the host.
-            mask: `[G, K]` bool, on the host, true for each of K keys that may be seen; None hides nothing.
+            token_ids, positions: `[B, L]` int64, on the host.
+            mask: `[B, K]` bool, on the host, true for each of K keys that may be seen; None hides nothing.
             cache: the model's cache of earlier tokens, or None.
         """
         logits: torch.Tensor = self.outputs(token_ids, positions, mask, cache, max(1, num_logit_rows)).logits

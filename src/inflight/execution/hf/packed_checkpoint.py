@@ -67,14 +67,15 @@ def write_packed_checkpoint(model: PreTrainedModel, folder: Path) -> None:
 
 
 def _tensors(model: PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of a checkpoint, each once."""
+    """All tensors `[…]` of a checkpoint by name, each once."""
     kept = model.state_dict().keys()
     yield from ((name, parameter.data) for name, parameter in model.named_parameters())
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in kept)
 
 
 def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> None:
-    """Write tensors in this order, the first at a multiple of `ALIGNMENT`. (The `safetensors` package sorts them.)"""
+    """Write tensors `[…]`, of dtypes in `DTYPES`, in this order, the first at a multiple of `ALIGNMENT`. (The
+    `safetensors` package sorts them.)"""
     header: dict[str, Any] = {"__metadata__": metadata}
     end = 0
     for name, tensor in tensors.items():
@@ -91,7 +92,8 @@ def _write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata
 def read_packed_weights(
     paths: Iterable[Path], settings: Mapping[str, Any], dtype: torch.dtype
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """All parameters of such a checkpoint, memory-mapped; grouped ones have the nominal `dtype`.
+    """All parameters `[…]` of such a checkpoint by name, memory-mapped; grouped ones have the nominal `dtype`, others
+    the stored one.
 
     Args:
         settings: `quantization_config` of its `config.json`.
@@ -119,8 +121,8 @@ def read_packed_weights(
 
 
 def _mapped(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
-    """The metadata and tensors of a safetensors file, in a single mapping. (The package maps each tensor separately.)
-    Raises `ModelError` if the file is damaged."""
+    """The metadata and tensors `[…]` of a safetensors file, in a single mapping. (The package maps each tensor
+    separately.) Raises `ModelError` if the file is damaged."""
     try:
         safe_open(path, framework="pt")  # checks everything
     except SafetensorError as error:
@@ -141,6 +143,13 @@ def _mapped(path: Path) -> tuple[dict[str, str], dict[str, torch.Tensor]]:
 def _weight(
     panels: torch.Tensor, order: torch.Tensor | None, described: Mapping[str, Any], dtype: torch.dtype
 ) -> GroupedWeight:
+    """The weight of these tensors. Raises `KeyError`, `TypeError`, `ValueError` or `RuntimeError` if they do not fit.
+
+    Args:
+        panels: `[out / 32, bytes]` or `[experts, out / 32, bytes]` uint8.
+        order: `[1, in]` or `[experts, in]` int64, see `Groups`.
+        described: kind, layout, shape and transposition, from the metadata.
+    """
     shape = described["shape"]
     matrices = list(panels) if len(shape) == 3 else [panels]
     orders = [None] * len(matrices) if order is None else list(order)

@@ -62,7 +62,8 @@ class _Reader:
         self._expanded: Counter[str] = Counter()
 
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """All parameters, by the checkpoint's names for them."""
+        """All parameters `[…]`, by the checkpoint's names for them: grouped, expanded to `dtype`, or as stored. Raises
+        `ModelError` if one cannot be read."""
         method = self._method
         parameters: dict[str, dict[str, torch.Tensor]] = {}
         for name, file in self._files.items():
@@ -89,7 +90,12 @@ class _Reader:
         ]
 
     def _weight(self, name: str, parts: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """One weight, or those of all experts, in the model's form."""
+        """One weight `[out, in]`, or those of all experts, `[experts, out, in]`, grouped or expanded; transposed where
+        the model has inputs first. Raises `ModelError` if it cannot be read.
+
+        Args:
+            parts: see `QuantizationMethod`.
+        """
         method, is_stacked = self._method, self._method.is_stacked(parts)
         try:
             matrices = [method.read(each) for each in (_of_each_expert(parts) if is_stacked else [parts])]
@@ -110,11 +116,13 @@ class _Reader:
 
 
 def _of_each_expert(parts: Mapping[str, torch.Tensor]) -> Iterator[Mapping[str, torch.Tensor]]:
+    """Parts `[experts, …]` as the parts `[…]` of each expert."""
     for tensors in zip(*(each.unbind() for each in parts.values()), strict=True):
         yield dict(zip(parts, tensors, strict=True))
 
 
 def _layout(matrix: Groups | torch.Tensor) -> Any:
+    """The layout of a matrix `[out, in]`; None if it is not grouped."""
     return matrix.layout if isinstance(matrix, Groups) else None
 
 

@@ -34,15 +34,15 @@ NUM_SPARE = 64
 
 @dataclass(slots=True)
 class CacheRows:
-    """G rows of L tokens, whose sequences have up to K keys. Shorter first spans are padded on the left.
+    """B rows of L tokens, whose sequences have up to K keys. Shorter first spans are padded on the left.
 
     Attributes:
-        sequence_ids, slots: `[G]`.
-        starts, ends: `[G]`, the positions of each row's first token and after its last.
+        sequence_ids, slots: `[B]` int64.
+        starts, ends: `[B]` int64, the positions of each row's first token and after its last.
         num_new: L.
-        tokens: int64, indices of tokens among the G * L entries; None: no padding.
-        written: int64, the cache index of each token.
-        gathered: `[G, K]` int64, the cache indices of each sequence's keys, padded on the left with its first.
+        tokens: `[n]` int64, indices of the n tokens among the B * L entries; None: no padding.
+        written: `[n]` int64, the cache index of each token.
+        gathered: `[B, K]` int64, the cache indices of each sequence's keys, padded on the left with its first.
         num_keys: K.
     """
 
@@ -78,17 +78,18 @@ class PagedTensor:
     attention itself.
 
     Args:
-        states: `[G, Hkv, L, D]`, example keys or values, for sizes and dtype.
+        states: `[B, Hkv, L, D]`, example keys or values, for sizes and dtype.
         num_tokens: room for keys or values.
     """
 
     def __init__(self, states: torch.Tensor, num_tokens: int) -> None:
         shape = (num_tokens, states.shape[1], states.shape[3])
         self._storage = torch.empty(shape, dtype=states.dtype, device=states.device)
-        self._gathered: torch.Tensor | None = None  # [G, Hkv, K + spare, D]
+        self._gathered: torch.Tensor | None = None  # [B, Hkv, K + spare, D]
 
     def update(self, states: torch.Tensor, rows: CacheRows, *, is_next: bool) -> torch.Tensor:
-        """Store the rows' new states `[G, Hkv, L, D]`; return those of their whole sequences, `[G, Hkv, K, D]`."""
+        """Store the rows' new states `[B, Hkv, L, D]`; return those of their whole sequences, `[B, Hkv, K, D]`. Both
+        have the dtype of the example."""
         new = states.transpose(1, 2).flatten(0, 1)
         self._storage[rows.written] = new if rows.tokens is None else new[rows.tokens]
         if rows.num_past == 0:
@@ -130,7 +131,8 @@ class PagedKeysAndValues:
         return sum(states.shape[1] * states.shape[3] * states.element_size() for states in (layer.keys, layer.values))
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store the rows' new keys and values `[G, Hkv, L, D]`; return those of their sequences, `[G, Hkv, K, D]`."""
+        """Store the rows' new keys and values `[B, Hkv, L, D]`; return those of their sequences, `[B, Hkv, K, D]`, in
+        the layer's dtype."""
         rows = self.rows
         assert rows is not None
         keys = self._keys.update(key_states, rows, is_next=self.is_next)
@@ -171,8 +173,8 @@ class StatesBySlot:
         return NUM_VERSIONS * int(size)
 
     def load(self, layer: LinearAttentionLayer, versions: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Load the states of `slots` `[G]`, in these `versions` `[G]`, into `layer`; None: the sequences begin, and the
-        layer initialises its states."""
+        """Load the states of `slots` `[B]` int64, in these `versions` `[B]` int64, into `layer`; None: the sequences
+        begin, and the layer initialises its states."""
         for name in ("conv_states", "recurrent_states"):
             states, known = getattr(layer, name), getattr(layer, f"is_{name}_initialized")
             for index in states:
@@ -184,7 +186,7 @@ class StatesBySlot:
         layer.conv_kernel_size.update(self.kernel_sizes)
 
     def store(self, layer: LinearAttentionLayer, versions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Save the states of `layer` for `slots` `[G]`, as these `versions` `[G]`."""
+        """Save the states of `layer` for `slots` `[B]` int64, as these `versions` `[B]` int64."""
         for (name, index), kept in self.tensors.items():
             kept[versions, slots] = getattr(layer, name)[index]
 
@@ -197,6 +199,7 @@ class _Paged:
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `PagedKeysAndValues`."""
         return self.storage.update(key_states, value_states)
 
     def get_seq_length(self) -> int:

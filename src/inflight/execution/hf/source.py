@@ -48,7 +48,7 @@ def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrai
 def checkpoint_files(
     source: str | os.PathLike[str], config: EngineConfig, model_config: PreTrainedConfig
 ) -> list[Path]:
-    """The files of a model's folder."""
+    """The files of a model's folder. Raises `FileNotFoundError` for a hub id that is not in the hub's cache."""
     gguf = find_gguf(source, config.revision)
     if gguf is not None:
         return [gguf.with_name(name) for name in parts_of(gguf.name)]

@@ -17,10 +17,11 @@ def model_of_state(
     source: str,
     generation_config: GenerationConfig | None = None,
 ) -> PreTrainedModel:
-    """The model with the weights `state`, by checkpoint names. Raises `ModelError` for missing weights or wrong shapes,
-    naming `source`.
+    """The model, in `dtype`, with the weights `state`, `[…]` by checkpoint names. Raises `ModelError` for missing
+    weights or wrong shapes, naming `source`.
 
-    Its `inflight_notes` list expanded grouped weights."""
+    Its `inflight_notes` list expanded grouped weights.
+    """
     model_class = AutoModelForCausalLM._model_mapping[type(config)]
     with watch_expansions() as expanded:
         model, report = model_class.from_pretrained(

@@ -56,6 +56,7 @@ def _path(name: str, file: str, revision: str | None) -> Path:
 
 
 def _weighted_mean(states: torch.Tensor, first: int) -> torch.Tensor:
+    """See `POOLERS`."""
     weights = torch.arange(1 + first, 1 + first + len(states), dtype=torch.float32, device=states.device)[:, None]
     return (states * weights).sum(0) / weights.sum()
 
@@ -68,8 +69,8 @@ POOLERS: dict[str, Callable[[torch.Tensor, int], torch.Tensor]] = {
     "mean_sqrt_len_tokens": lambda states, first: states.sum(0) / len(states) ** 0.5,
     "weightedmean": _weighted_mean,
 }
-"""Each takes the states `[L, H]` of the tokens that are pooled, float32, and the place of the first of them in the
-text, to `[H]`."""
+"""Each takes the states `[L, hidden]` of the tokens that are pooled, float32, and the place of the first of them in the
+text, to `[hidden]`."""
 
 
 def check_modes(modes: Sequence[str]) -> None:
@@ -80,10 +81,10 @@ def check_modes(modes: Sequence[str]) -> None:
 
 
 def pooled(states: torch.Tensor, modes: Sequence[str], prompt_length: int) -> torch.Tensor:
-    """The vector `[len(modes) * H]` of a text, float32.
+    """The vector `[len(modes) * hidden]` of a text, float32.
 
     Args:
-        states: of all its tokens, `[L, H]`.
+        states: of all its tokens, `[L, hidden]`.
         prompt_length: how many of the first ones are not pooled.
     """
     first = min(prompt_length, len(states) - 1)
@@ -92,7 +93,7 @@ def pooled(states: torch.Tensor, modes: Sequence[str], prompt_length: int) -> to
 
 
 class Head(Protocol):
-    """Takes a text and its hidden states `[L, H]` to its numbers, `[n]` float32."""
+    """Takes a text and its hidden states `[L, hidden]` to its numbers, `[n]` float32."""
 
     def __call__(self, text: PooledText, states: torch.Tensor) -> torch.Tensor: ...
 
@@ -116,11 +117,15 @@ class EmbeddingHead:
 
 
 class Dense(nn.Module):
-    """A dense layer of `sentence-transformers`: an activation of a linear layer, perhaps added to its input.
+    """A dense layer of `sentence-transformers`, float32: an activation of a linear layer, perhaps added to its input.
 
     Args:
         config: its `config.json`.
-        state: its weights, by name.
+        state: its weights, by name: `linear.weight` `[out, in]`, `linear.bias` `[out]`, and those of `residual`, if
+            any.
+
+    Raises:
+        ModelError: the weights do not fit the configuration, or the activation is not a module of torch.
     """
 
     def __init__(self, config: dict[str, Any], state: dict[str, torch.Tensor]) -> None:
@@ -139,7 +144,7 @@ class Dense(nn.Module):
         self.float().eval().requires_grad_(False)
 
     def forward(self, vector: torch.Tensor) -> torch.Tensor:
-        """`[in]` to `[out]`."""
+        """`[in]` to `[out]`, float32."""
         out: torch.Tensor = self.activation(self.linear(vector))
         return out if self.residual is None else out + self.residual(vector)
 
@@ -157,7 +162,7 @@ class AnswerHead:
     """The difference of two tokens' logits after a text.
 
     Args:
-        weight: of the model's head, `[V, H]`.
+        weight: of the model's head, `[V, hidden]` in the model's dtype; not kept.
         answers: the two tokens, the affirmative one last.
     """
 
@@ -191,7 +196,7 @@ class ClassificationHead:
 
 
 class _GivenStates(nn.Module):
-    """Replaces a model's body; returns given states `[1, L, H]`."""
+    """Replaces a model's body; returns given states `[1, L, hidden]`."""
 
     def __init__(self, pooler: nn.Module | None) -> None:
         super().__init__()
@@ -227,6 +232,7 @@ class TextPooler:
         return replace(batch, positions=batch.positions + shifted)
 
     def _types(self, span: Span) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+        """A span's token types, `[n]` int64; zeros if its text has none."""
         types = self._texts[span.slot].token_types or [0] * span.end
         return np.asarray(types[span.start : span.end], dtype=np.int64)
 
@@ -235,7 +241,7 @@ class TextPooler:
         """The numbers of each text whose last token has run.
 
         Args:
-            states: `[R, H]` of the step's logit rows.
+            states: `[R, hidden]` of the step's logit rows, in the body's dtype.
         """
         rows = states.split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
         num_threads = torch.get_num_threads()
@@ -246,6 +252,8 @@ class TextPooler:
             torch.set_num_threads(num_threads)
 
     def _of_span(self, span: Span, states: torch.Tensor) -> SpanTokens:
+        """The numbers of a span's text from its states `[num_logit_rows, hidden]`; none before its last token has
+        run."""
         text = self._texts[span.slot]
         if span.end < len(text.token_ids):
             return SpanTokens([])

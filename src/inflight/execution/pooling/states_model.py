@@ -36,7 +36,7 @@ class PoolingParts(NamedTuple):
 
     Attributes:
         name: of its class.
-        body: without the head; its `logits` are its last hidden states `[1, T, H]`.
+        body: without the head; its `logits` are its last hidden states `[1, T, hidden]`.
         head: computes a text's numbers from them.
         plan: completed by the head.
     """
@@ -153,5 +153,5 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 def _error(given: torch.Tensor, expected: torch.Tensor) -> float:
-    """The relative difference of numbers."""
+    """The relative difference of a text's numbers `[n]` float32."""
     return float((given - expected).norm() / expected.norm().clamp_min(1e-6))

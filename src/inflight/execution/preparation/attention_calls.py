@@ -66,6 +66,7 @@ def find_attention_calls(
 def _attention_spec(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, kwargs: dict[str, Any], config: PreTrainedConfig
 ) -> AttentionSpec:
+    """The spec of an attention call; see `AttentionHandler` for shapes."""
     scale = kwargs.get("scaling")
     layer_types = getattr(config, "layer_types", None) or ()
     layer = getattr(module, "layer_idx", None)
@@ -124,7 +125,7 @@ class PlainAttention:
     @contextmanager
     def in_row(self, pieces: Sequence[tuple[int, int, int]], rounds_again: bool = False) -> Iterator[list[Tensor]]:
         """A context in which the model runs one row of these pieces of the prompts, each as (prompt, start, end).
-        Yields the modules' outputs, `[1, T, …]`, in call order.
+        Yields the modules' outputs, `[1, T, …]` in the model's dtype, in call order.
 
         Args:
             rounds_again: whether the reference states are rounded once more.
@@ -152,7 +153,8 @@ class PlainAttention:
                 hook.remove()
 
     def errors(self, outputs: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) -> list[float]:
-        """The relative error of each output of a row."""
+        """The relative error of each output `[1, T, …]` of a row of these pieces, in call order, for calls that have a
+        reference."""
         plain = (self._plain(number, 1, pieces) for number in range(len(outputs)))
         return [relative_error(own, each) for own, each in zip(outputs, plain, strict=True) if each is not None]
 
@@ -164,6 +166,7 @@ class PlainAttention:
 
 
 def _first(output: Any) -> Tensor:
+    """The first output `[…]` of a module."""
     states: Tensor = output[0] if isinstance(output, tuple) else output
     return states
 

@@ -56,6 +56,7 @@ def digest_of_step(executor: Executor, block_size: int, num_blocks: int) -> byte
 
 
 def _are_equal(outputs: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
+    """Whether two runs' outputs, each `[n, …]`, are equal."""
     return all(torch.equal(each, other) for each, other in zip(outputs, others, strict=True))
 
 

@@ -116,7 +116,7 @@ def _handles(executor: PackedExecutor, parts: Mapping[str, Any]) -> dict[str, tu
 
 
 def _kept(tensor: torch.Tensor, name: str) -> KeptTensor:
-    """Raises `ValueError` for a large tensor that has no name."""
+    """A constant `[…]`, by its name, or "" if it has none. Raises `ValueError` for a large tensor that has no name."""
     memory = tensor.untyped_storage()
     if not name and memory.nbytes() > MAX_KEPT_BYTES:
         raise ValueError
@@ -126,6 +126,8 @@ def _kept(tensor: torch.Tensor, name: str) -> KeptTensor:
 
 
 def _constant(kept: KeptTensor, parts: Mapping[str, Any]) -> torch.Tensor:
+    """The tensor `[…]` of a kept constant, among these parts of the model. Raises `KeyError` or `ValueError` if it does
+    not fit them."""
     dtype = _dtype(kept.dtype)
     base = parts[kept.name] if kept.name else torch.frombuffer(bytearray(kept.value), dtype=dtype)
     memory = base.untyped_storage()

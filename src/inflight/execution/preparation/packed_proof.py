@@ -144,6 +144,8 @@ def routers_keep_bits(model: PreTrainedModel, run: Callable[[], object], min_row
 
 
 def _keeps_bits(router: nn.Module, hidden_states: torch.Tensor, min_rows: int) -> bool:
+    """Whether a router gives each row of hidden states `[…, T, hidden]` the same bits alone, repeated `min_rows`
+    times."""
     num_rows, together = hidden_states.shape[-2], _tensors(router(hidden_states))
     sizes = (*hidden_states.shape[:-2], min_rows, -1)
     for row in range(num_rows):
@@ -157,7 +159,7 @@ def _keeps_bits(router: nn.Module, hidden_states: torch.Tensor, min_rows: int) -
 
 
 def _tensors(given: Any) -> list[torch.Tensor]:
-    """The tensors in a router's result."""
+    """The tensors `[…]` in a router's result."""
     return [each for each in (given if isinstance(given, tuple) else (given,)) if isinstance(each, torch.Tensor)]
 
 

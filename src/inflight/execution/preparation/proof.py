@@ -290,14 +290,14 @@ def batches_of(
 
 
 def run(forward: Forward, batches: Iterable[RaggedBatch]) -> Iterator[tuple[Span, torch.Tensor]]:
-    """Each span of the batches, with its logits `[num_logit_rows, V]`."""
+    """Each span of the batches, with its logits `[num_logit_rows, V]`, in the dtype of `forward`."""
     for batch in batches:
         rows = forward(batch).split([span.num_logit_rows for span in batch.spans])  # type: ignore[no-untyped-call]
         yield from zip(batch.spans, rows, strict=True)
 
 
 def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.Tensor, ...]:
-    """The logits `[L, V]` of each prompt, concatenated from its spans."""
+    """The logits `[L, V]` of each prompt, in the dtype of `forward`, concatenated from its spans."""
     logits: dict[int, list[torch.Tensor]] = {}
     for span, rows in run(forward, batches):
         logits.setdefault(span.sequence_id, []).append(rows)
@@ -308,7 +308,8 @@ def logits_of(forward: Forward, batches: Iterable[RaggedBatch]) -> tuple[torch.T
 def plain_logits(
     model: PreTrainedModel, *prompts: Sequence[int], positions: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """The logits `[B, L, V]` of a call with these positions `[L]`, or without, since some models count their own."""
+    """The logits `[B, L, V]`, in the model's dtype, of a call with these positions `[L]` int64, or without, since some
+    models count their own."""
     tokens = torch.tensor([list(prompt) for prompt in prompts], device=model.device)
     options = {} if positions is None else {"position_ids": positions.to(model.device)[None]}
     with PlainLinears():
@@ -323,6 +324,8 @@ class _ForcedTokens(LogitsProcessor):  # type: ignore[misc]
         self._token_ids = token_ids
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        """Token ids `[1, L]` int64 and scores `[1, V]` to new scores `[1, V]`: 0 for the next forced token, -inf for
+        others."""
         chosen = torch.full_like(scores, -torch.inf)
         length = input_ids.shape[1]
         chosen[:, self._token_ids[length] if length < len(self._token_ids) else 0] = 0.0

@@ -32,7 +32,7 @@ def divide(model: PreTrainedModel, rank: Rank, release: Callable[[torch.Tensor],
     """Reduce `model`, which is exclusively ours, to this rank's shard of each weight, and add its collectives.
 
     Args:
-        release: called with each sharded weight.
+        release: called with each sharded weight `[…]`, whole and of its dtype, after its shard is copied.
 
     Raises:
         ModelError: `transformers` has no plan for it, or its sizes do not allow it.
@@ -56,6 +56,7 @@ def divide(model: PreTrainedModel, rank: Rank, release: Callable[[torch.Tensor],
 def _divide(
     model: PreTrainedModel, styles: dict[str, str], rank: Rank, release: Callable[[torch.Tensor], None]
 ) -> None:
+    """Shard weights by their styles, and add collectives; see `divide`. A weight of several modules is sharded once."""
     shared: list[tuple[nn.Parameter, str, nn.Parameter]] = []
     num_owners = Counter(id(each) for module in model.modules() for each in module._parameters.values())
     for name, module in list(model.named_modules()):
@@ -123,7 +124,8 @@ def _part(parameter: nn.Parameter, style: str, rank: Rank, name: str) -> nn.Para
 
 
 def _padded_part(weight: torch.Tensor, dim: int, rank: Rank) -> torch.Tensor:
-    """Pad a shard with zeros, where the ranks do not divide the length evenly."""
+    """This rank's shard of a weight `[…]` along `dim`, padded with zeros where the ranks do not divide the length
+    evenly."""
     length = weight.shape[dim]
     number = -(-length // rank.size)
     first = min(rank.number * number, length)

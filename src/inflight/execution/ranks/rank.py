@@ -60,7 +60,7 @@ class Rank:
         return summed
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """All-gather `[…, n]` in rank order: `[…, size * n]`. Raises as `sum` does."""
+        """All-gather `[…, n]` float32 or bfloat16 in rank order: `[…, size * n]`. Raises as `sum` does."""
         gathered: torch.Tensor = torch.ops.inflight.gather_of_ranks(rows, self._exchange, self.size)
         return gathered
 
@@ -87,7 +87,7 @@ class SummedOutputs(Collective):
     """A module whose outputs are partial sums on every rank: experts (all-reduce)."""
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The inputs of `inner`, to the sum of its outputs over all ranks."""
+        """The inputs of `inner`, to the sum of its outputs, `[…]` float32 or bfloat16, over all ranks."""
         return self.rank.sum(self.inner(*args, **kwargs))
 
 
@@ -105,7 +105,7 @@ class SummedLinear(Collective):
         self.bias, self.splits = bias, splits
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in / size]` (or `[…, in]`) to `[…, out]`."""
+        """`[…, in / size]` (or `[…, in]`) to `[…, out]`, float32 or bfloat16."""
         if self.splits:
             x = x.chunk(self.rank.size, dim=-1)[self.rank.number]
         summed = self.rank.sum(self.inner(x))
@@ -125,7 +125,7 @@ class GatheredLinear(Collective):
         self._num_outputs, self._is_padded = num_outputs, rank.size * inner.out_features > num_outputs
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
         gathered = self.rank.gather(self.inner(x))
         return gathered[..., : self._num_outputs] if self._is_padded else gathered
 

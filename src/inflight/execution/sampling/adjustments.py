@@ -81,12 +81,13 @@ class Adjuster:
 
 
 class Edits(NamedTuple):
-    """Edits of one row of logits.
+    """Edits of one row of logits, each `[n]`.
 
     Attributes:
-        forbidden: token ids to exclude.
-        biased, biases: token ids, and the bias of each.
-        seen, factors, taken: token ids of the sequence, the repetition penalty of each, and the amount to subtract.
+        forbidden: token ids to exclude, int64.
+        biased, biases: token ids, int64, and the bias of each, float32.
+        seen, factors, taken: token ids of the sequence, int64; the repetition penalty of each and the amount to
+            subtract, float32.
     """
 
     forbidden: IntArray
@@ -114,12 +115,12 @@ class SeenTokens:
 
     @property
     def token_ids(self) -> IntArray:
-        """The distinct tokens of prompt and output, `[n]`."""
+        """The distinct tokens of prompt and output, `[n]` int64."""
         return self._ids[: len(self._places)]
 
     @property
     def output_counts(self) -> IntArray:
-        """Their counts in the output, `[n]`."""
+        """Their counts in the output, `[n]` int64."""
         return self._counts[: len(self._places)]
 
     def add(self, token_id: int) -> None:
@@ -152,7 +153,8 @@ def adjust(logits: torch.Tensor, edits: Sequence[Edits]) -> None:
 
 
 def _places(ids: Sequence[IntArray], logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Rows `[n]` and columns `[n]` of the given tokens of each row of logits `[R, V]`; None if there are none."""
+    """Rows `[n]` and columns `[n]`, int64, of the given tokens `[…]` of each row of logits `[R, V]`; None if there are
+    none."""
     rows = np.repeat(np.arange(len(ids)), [len(each) for each in ids])
     if not len(rows):
         return None
@@ -160,5 +162,5 @@ def _places(ids: Sequence[IntArray], logits: torch.Tensor) -> tuple[torch.Tensor
 
 
 def _joined(values: Sequence[npt.NDArray[Any]], logits: torch.Tensor) -> torch.Tensor:
-    """The values of all rows, end to end: `[n]`, on the logits' device."""
+    """The values `[…]` of all rows, end to end: `[n]` of their dtype, on the logits' device."""
     return to_device(np.concatenate(values), logits.device)

@@ -46,7 +46,11 @@ class Scorer:
 
     @torch.inference_mode()
     def score(self, logits: torch.Tensor, batch: RaggedBatch, token_ids: Sequence[int]) -> dict[int, TokenScore]:
-        """The scores of the tokens of `logits`' rows `[R, V]`, by row, where requested."""
+        """The scores of the tokens of `logits`' rows `[R, V]`, in the model's dtype, by row, where requested.
+
+        Args:
+            token_ids: the R tokens, or `INVALID_TOKEN`.
+        """
         slots = batch.logit_slots_host
         num_top = np.where(batch.logit_targets_host >= 0, self._num_prompt_top[slots], self._num_top[slots])
         rows = np.flatnonzero(num_top >= 0)
@@ -59,7 +63,8 @@ class Scorer:
 
 
 def score_rows(logits: torch.Tensor, rows: IntArray, token_ids: IntArray, num_top: IntArray) -> list[TokenScore]:
-    """The scores of `token_ids` `[N]` in `rows` `[N]` of `logits` `[R, V]`, each with its `num_top` `[N]` likeliest."""
+    """The scores of `token_ids` `[N]` in `rows` `[N]` of `logits` `[R, V]`, each with its `num_top` `[N]` likeliest.
+    Logits are in the model's dtype, all else int64."""
     scored = pick(logits, to_device(rows, logits.device)).float()
     logprobs = torch.log_softmax(scored, dim=-1)  # logsumexp has other bits for a single row, which threads divide
     chosen = to_device(token_ids, logits.device)[:, None]

@@ -98,8 +98,8 @@ class Sampler:
 
     @torch.inference_mode()
     def sample(self, logits: torch.Tensor, batch: RaggedBatch, masks: TokenMasks | None = None) -> list[int]:
-        """One token for each row of `logits` `[R, V]`, or `INVALID_TOKEN` where they are not finite; for rows that are
-        only scored, their given token. This is the step's only transfer from the device.
+        """One token for each row of `logits` `[R, V]`, in the model's dtype, or `INVALID_TOKEN` where they are not
+        finite; for rows that are only scored, their given token. This is the step's only transfer from the device.
 
         Args:
             masks: token masks of constrained rows.
@@ -113,7 +113,7 @@ class Sampler:
         return result
 
     def _sample(self, logits: torch.Tensor, batch: RaggedBatch, rows: IntArray, masks: TokenMasks | None) -> list[int]:
-        """Tokens for `rows` `[N]` of a batch, from their logits `[N, V]`."""
+        """Tokens for `rows` `[N]` int64 of a batch, from their logits `[N, V]`."""
         if len(rows) == 0:
             return []
         slots = batch.logit_slots_host[rows]
@@ -139,7 +139,7 @@ class Sampler:
         return result
 
     def _edits(self, batch: RaggedBatch, rows: IntArray, slots: IntArray) -> dict[int, Edits]:
-        """The edits of the logits of `rows` `[N]`, in `slots` `[N]`, by index into `rows`."""
+        """The edits of the logits of `rows` `[N]` int64, in `slots` `[N]` int64, by index into `rows`."""
         edits: dict[int, Edits] = {}
         for place in np.flatnonzero(self._is_adjusted[slots]).tolist():
             row, adjuster = rows[place], self._adjusters[int(slots[place])]
@@ -149,7 +149,8 @@ class Sampler:
         return edits
 
     def _choose(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
-        """Tokens `[N]` from logits `[N, V]`, in `slots` `[N]`, at `output_positions` `[N]`."""
+        """Tokens `[N]` from logits `[N, V]`, in `slots` `[N]`, at `output_positions` `[N]`; all but the logits are
+        int64."""
         tokens = best_tokens(logits)
         random_rows = np.flatnonzero(self._temperature[slots] > 0)
         if len(random_rows):
@@ -159,7 +160,7 @@ class Sampler:
         return tokens
 
     def _sample_rows(self, logits: torch.Tensor, slots: IntArray, output_positions: IntArray) -> torch.Tensor:
-        """Sampled tokens `[N]` from logits `[N, V]` whose rows all have a temperature above 0."""
+        """Sampled tokens `[N]` from logits `[N, V]` whose rows all have a temperature above 0; else see `_choose`."""
         uniform = counter_uniform(self._seed[slots], self._index[slots], output_positions.astype(np.uint64))
         filters = self._top_k[slots], self._top_p[slots], self._min_p[slots]
         by_row = (self._temperature[slots], *filters, uniform)
@@ -169,22 +170,24 @@ class Sampler:
         return sample_with_torch(logits, *by_row)
 
     def _rows(self, rows: IntArray) -> torch.Tensor:
-        """Row numbers `[n]` on the device."""
+        """Row numbers `[n]` int64 on the device."""
         return to_device(rows, self.device)
 
 
 def pick(logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows `[n]` of logits `[R, V]`. (On a CPU `logits[rows]` wakes torch's threads, which takes a millisecond.)"""
+    """The rows `[n]` int64 of logits `[R, V]`, in their dtype: `[n, V]`. (On a CPU `logits[rows]` wakes torch's
+    threads, which takes a millisecond.)"""
     return logits.index_select(0, rows)
 
 
 def has_kernels(logits: torch.Tensor) -> bool:
-    """Whether our kernels support these logits `[R, V]`."""
+    """Whether our kernels support these logits `[R, V]`: float32 or bfloat16, on a CPU."""
     return logits.device.type == "cpu" and logits.dtype in (torch.float32, torch.bfloat16) and kernels_available()
 
 
 def best_tokens(logits: torch.Tensor) -> torch.Tensor:
-    """The token of each row's greatest logit, `[R]` from `[R, V]`; `INVALID_TOKEN` if it is infinite or any is NaN."""
+    """The token of each row's greatest logit, `[R]` int64 from `[R, V]`, float; `INVALID_TOKEN` if it is infinite or
+    any is NaN."""
     if has_kernels(logits):
         tokens: torch.Tensor = torch.ops.inflight.greedy(logits)
         return tokens
@@ -195,13 +198,14 @@ def best_tokens(logits: torch.Tensor) -> torch.Tensor:
 def counter_uniform(
     seed: npt.NDArray[np.uint64], index: npt.NDArray[np.uint64], position: npt.NDArray[np.uint64]
 ) -> npt.NDArray[np.float32]:
-    """Uniform numbers `[R]` in [0, 1), each from three counters: SplitMix64's mixing (Steele et al., 2014), chained."""
+    """Uniform numbers `[N]` float32 in [0, 1), each from three counters `[N]` uint64: SplitMix64's mixing (Steele et
+    al., 2014), chained."""
     mixed = _mix(_mix(_mix(seed) ^ index) ^ position)
     return (mixed >> np.uint64(40)).astype(np.float32) * np.float32(2**-24)
 
 
 def _mix(value: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser, `[n]` to `[n]`."""
+    """SplitMix64's finaliser, `[n]` uint64 to `[n]` uint64."""
     value = value + np.uint64(0x9E3779B97F4A7C15)
     value = (value ^ (value >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     value = (value ^ (value >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -19,11 +19,11 @@ def sample_with_torch(
     min_p: FloatArray,
     uniform: FloatArray,
 ) -> torch.Tensor:
-    """Sampled tokens `[N]` from logits `[N, V]`.
+    """Sampled tokens `[N]` int64 from logits `[N, V]`, float.
 
     Args:
-        temperature, top_k, top_p, min_p: `[N]`, as in `SamplingParams`; temperatures above 0.
-        uniform: `[N]`, random numbers in [0, 1).
+        temperature, top_k, top_p, min_p: `[N]` float32, top_k int64, as in `SamplingParams`; temperatures above 0.
+        uniform: `[N]` float32, random numbers in [0, 1).
     """
 
     def column(values: npt.NDArray[Any]) -> torch.Tensor:
@@ -45,16 +45,18 @@ def sample_with_torch(
 
 
 def top_k_filter(logits: torch.Tensor, top_k: torch.Tensor, largest_k: int) -> torch.Tensor:
-    """Keep each row's k most likely tokens, and ties: logits `[R, V]`, top_k `[R, 1]` int64 in [1, largest_k]."""
+    """Keep each row's k most likely tokens, and ties: logits `[R, V]` float32, top_k `[R, 1]` int64 in
+    [1, largest_k]."""
     largest = torch.topk(logits, min(largest_k, logits.shape[-1]), dim=-1).values
     least = largest.gather(-1, top_k.clamp(max=largest.shape[-1]) - 1)
     return logits.masked_fill(logits < least, float("-inf"))
 
 
 def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`.
+    """Keep each row's smallest set of most likely tokens that reaches probability p: `[R, V]`, top_p `[R, 1]`, float32.
 
-    Nucleus sampling (Holtzman et al., 2020). Keeps ties with the least likely token that is kept."""
+    Nucleus sampling (Holtzman et al., 2020). Keeps ties with the least likely token that is kept.
+    """
     ascending = torch.sort(logits, dim=-1).values
     num_dropped = (torch.softmax(ascending, dim=-1).cumsum(dim=-1) <= 1 - top_p).sum(dim=-1, keepdim=True)
     least = ascending.gather(-1, num_dropped.clamp(max=logits.shape[-1] - 1))
@@ -62,12 +64,13 @@ def top_p_filter(logits: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
 
 
 def min_p_filter(logits: torch.Tensor, min_p: torch.Tensor) -> torch.Tensor:
-    """Drop tokens less likely than min_p times the row's most likely token: logits `[R, V]`, min_p `[R, 1]` > 0."""
+    """Drop tokens less likely than min_p times the row's most likely token: `[R, V]`, min_p `[R, 1]` > 0, float32."""
     return logits.masked_fill(logits < logits.amax(dim=-1, keepdim=True) + min_p.log(), float("-inf"))
 
 
 def draw(probabilities: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
-    """Invert each row's cumulative distribution: probabilities `[R, V]`, uniform `[R]` in [0, 1); tokens `[R]`."""
+    """Invert each row's cumulative distribution: probabilities `[R, V]` and uniform `[R]` in [0, 1), float32; tokens
+    `[R]` int64."""
     cumulative = probabilities.cumsum(dim=-1)
     target = uniform[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, target, right=True).clamp(max=probabilities.shape[-1] - 1)

@@ -27,7 +27,7 @@ class CaughtMatrix(nn.Parameter):
 
     @classmethod
     def from_weight(cls, weight: torch.Tensor, *, is_copied: bool = True) -> "CaughtMatrix":
-        """Wrap a weight `[out, in]`, or a copy of it."""
+        """Wrap a weight `[out, in]`, float, or a copy of it."""
         weight = as_values(weight.detach())
         caught = torch.Tensor._make_subclass(cls, weight.clone() if is_copied else weight, False)
         caught.prepacked = {}
@@ -48,7 +48,7 @@ class CaughtMatrix(nn.Parameter):
         return result
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        """`functional.linear`: `[…, in]` to `[…, out]`."""
+        """`functional.linear`: `[…, in]` to `[…, out]`, bias `[out]`, all of this matrix's dtype."""
         with torch._C.DisableTorchFunctionSubclass():
             if x.numel() == 0:
                 return functional.linear(x, self.detach(), bias)
@@ -66,7 +66,7 @@ class CaughtMatrix(nn.Parameter):
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`functional.linear` with an argument that is a `CaughtMatrix`."""
+    """`functional.linear`, `[…, in]` to `[…, out]`, with an argument that is a `CaughtMatrix`."""
     if isinstance(weight, CaughtMatrix):
         return weight.project(input, bias)
     with torch._C.DisableTorchFunctionSubclass():
@@ -86,7 +86,7 @@ class CaughtMatrices(nn.Parameter):
 
     @classmethod
     def from_weights(cls, weights: torch.Tensor) -> "CaughtMatrices":
-        """Wrap weights `[experts, …]`, without a copy."""
+        """Wrap weights `[experts, …]`, float, without a copy."""
         matrices = torch.Tensor._make_subclass(cls, as_values(weights.detach()), False)
         matrices.used = []
         return matrices
@@ -110,8 +110,8 @@ class CaughtMatrices(nn.Parameter):
         return self.used[expert]
 
     def run_all(self, x: torch.Tensor) -> torch.Tensor:
-        """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`. Rows of zeros (tokens that
-        did not choose this expert) are skipped."""
+        """`torch.bmm` with `[experts, in, out]`: `[experts, T, in]` to `[experts, T, out]`, all of one dtype. Rows of
+        zeros (tokens that did not choose this expert) are skipped."""
         if not self.used:
             self._prepack(self.detach().mT)
         out = x.new_zeros(*x.shape[:-1], self.shape[-1])
@@ -121,6 +121,7 @@ class CaughtMatrices(nn.Parameter):
         return out
 
     def _prepack(self, matrices: torch.Tensor) -> None:
+        """Prepack matrices `[experts, out, in]`."""
         self.used = [CaughtMatrix.from_weight(matrix, is_copied=False) for matrix in matrices]
         for each in self.used:
             each.linear()

@@ -69,8 +69,8 @@ class PrepackedExperts:
         return self.number is not None
 
     def run(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """Tokens `[T, hidden]` and their expert ids `[T, K]` int64; returns `[T * K, hidden]`, with zeros for invalid
-        experts."""
+        """Tokens `[T, hidden]`, in the model's dtype, and their expert ids `[T, K]` int64; returns `[T * K, hidden]` in
+        the tokens' dtype, with zeros for invalid experts."""
         outputs: torch.Tensor
         self.num_chosen = chosen.shape[1]
         if self.number is None:
@@ -87,7 +87,7 @@ class PrepackedExperts:
         return outputs
 
     def _run_one_by_one(self, module: Any, hidden_states: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """The same as `run`, for oneDNN's layers."""
+        """The same as `run`, for oneDNN's layers: `[T, hidden]` and `[T, K]` to `[T * K, hidden]`."""
         outputs = hidden_states.new_zeros(chosen.numel(), hidden_states.shape[-1])
         experts, order = chosen.flatten().sort(stable=True)
         counts = torch.bincount(experts, minlength=module.num_experts)[: module.num_experts].tolist()
@@ -100,7 +100,7 @@ class PrepackedExperts:
         return outputs
 
     def _run_one(self, module: Any, expert: int, rows: torch.Tensor) -> torch.Tensor:
-        """One expert on rows `[n, hidden]`; returns `[n, hidden]`."""
+        """One expert on rows `[n, hidden]`; returns `[n, hidden]` of their dtype."""
         num_rows = len(rows)
         if num_rows < MIN_INVARIANT_ROWS:
             rows = rows.expand(MIN_INVARIANT_ROWS, -1)
@@ -136,7 +136,8 @@ def _prepack_each(
 def _run_experts(
     module: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens `[T, hidden]`, and each one's experts and their weights `[T, K]`; returns `[T, hidden]`."""
+    """Tokens `[T, hidden]`, and each one's experts `[T, K]` int64 and their weights `[T, K]`, float; returns
+    `[T, hidden]` in the tokens' dtype."""
     experts: PrepackedExperts = module.inflight_experts
     outputs = experts.run(module, hidden_states, top_k_index)
     weighted: torch.Tensor

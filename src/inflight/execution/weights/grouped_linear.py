@@ -25,6 +25,7 @@ class GroupedLinear(PanelLinear):
     """Whether weights are expanded to the activations' dtype and multiplied like those of a plain layer."""
 
     def _prepack(self, weight: torch.Tensor) -> None:
+        """See `PrepackedLinear`; the weight must be a `GroupedWeight`, not transposed."""
         assert isinstance(weight, GroupedWeight)
         assert weight.dim() == 2
         assert not weight.is_transposed

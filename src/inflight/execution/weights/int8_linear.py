@@ -40,6 +40,7 @@ class Int8PanelLinear(PanelLinear):
     """Our kernel, which also rounds the activations."""
 
     def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """See `PanelLinear`."""
         rounded, self.scales = _channels(weight)
         return panels_of(rounded)
 
@@ -50,10 +51,12 @@ class Int8OneDnnLinear(OneDnnLinear):
     scales: torch.Tensor
 
     def _prepack(self, weight: torch.Tensor) -> None:
+        """See `PrepackedLinear`."""
         rounded, self.scales = _channels(weight)
         self.prepacked = torch.ops.onednn.qlinear_prepack(rounded, None)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
+        """See `OneDnnLinear`."""
         rows = x.reshape(-1, self.in_features).float()
         scales = rows.abs().amax(dim=1, keepdim=True) / 127
         scales = scales.where(scales.isfinite(), torch.nan)
@@ -78,6 +81,7 @@ class Int8OneDnnLinear(OneDnnLinear):
 
 
 def _activate(x: torch.Tensor, activation: str, variant: str) -> torch.Tensor:
+    """An activation (see `PrepackedLinear`) of each element of `[…]`, float32."""
     if activation == "gelu":
         return functional.gelu(x, approximate=variant)
     if activation == "swish":

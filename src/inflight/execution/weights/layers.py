@@ -23,8 +23,8 @@ def is_narrow(size: int) -> bool:
 
 
 def rows_apart(x: torch.Tensor) -> torch.Tensor:
-    """The same rows `[…, n]`, with a gap after each, so that torch's elementwise operators work row by row, and bits do
-    not depend on the number of rows."""
+    """The same rows `[…, n]`, of their dtype, with a gap after each, so that torch's elementwise operators work row by
+    row, and bits do not depend on the number of rows."""
     size = x.shape[-1]
     gap = 2 - size % 2  # an even stride, so that pairs can be read as complex numbers
     return x.new_empty(*x.shape[:-1], size + gap)[..., :size].copy_(x)
@@ -39,7 +39,7 @@ class NarrowLinear(nn.Module):
         self.weight, self.bias = linear.weight, linear.bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
         return rows_apart(self.linear(x))
 
 
@@ -53,7 +53,7 @@ class RowActivation(nn.Module):
         self.activation, self.variant = ACTIVATIONS[type(original)]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…]` to `[…]`."""
+        """`[…]` to `[…]`, of one dtype; float32 and bfloat16 by our kernel."""
         if x.dtype not in (torch.float32, torch.bfloat16):
             return self.original(x)  # type: ignore[no-any-return]
         return torch.ops.inflight.activate(x, self.activation, self.variant)  # type: ignore[no-any-return]
@@ -72,7 +72,8 @@ class SiblingLinears:
         self._outputs: tuple[torch.Tensor, ...] = ()
 
     def output(self, x: torch.Tensor, number: int) -> torch.Tensor:
-        """One layer's output `[…, out]` for `x` `[…, in]`. They are called in order, with the same `x`."""
+        """One layer's output `[…, out]` for `x` `[…, in]`, float32 or bfloat16. They are called in order, with the same
+        `x`."""
         if number == 0:
             self._outputs = self.linear(x).split(self.sizes, dim=-1)
         output = self._outputs[number]
@@ -89,7 +90,7 @@ class SiblingLinear(nn.Module):
         self.together, self.number = together, number
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """`[…, in]` to `[…, out]`."""
+        """`[…, in]` to `[…, out]`, float32 or bfloat16."""
         return self.together.output(x, self.number)
 
     def extra_repr(self) -> str:

@@ -108,6 +108,7 @@ def _joinable(siblings: Sequence[Sequence[str]], modules: Mapping[str, Any]) -> 
 
 
 def _can_join(above: torch.Tensor, below: torch.Tensor) -> bool:
+    """Whether weights `[out, in]` can be fused by outputs: both of one dtype, or grouped alike."""
     above, below = above.data, below.data
     if isinstance(above, GroupedWeight) or isinstance(below, GroupedWeight):
         return isinstance(above, GroupedWeight) and above.joins(below)

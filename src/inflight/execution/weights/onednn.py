@@ -11,6 +11,7 @@ class OneDnnLinear(PrepackedLinear):
     """A layer in the layout that oneDNN prefers here."""
 
     def _prepack(self, weight: torch.Tensor) -> None:
+        """See `PrepackedLinear`."""
         self.prepacked = torch.ops.mkldnn._reorder_linear_weight(weight.contiguous())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -20,7 +21,7 @@ class OneDnnLinear(PrepackedLinear):
         return self._multiply(x)
 
     def _multiply(self, x: torch.Tensor) -> torch.Tensor:
-        """`forward` of at least one row."""
+        """`forward` of at least one row, `[…, in]` to `[…, out]`."""
         out: torch.Tensor = torch.ops.mkldnn._linear_pointwise.default(
             x, self.prepacked, self.bias, self.activation, [], self.variant
         )

@@ -20,6 +20,7 @@ class PanelLinear(PrepackedLinear):
     number: int
 
     def _prepack(self, weight: torch.Tensor) -> None:
+        """See `PrepackedLinear`."""
         self.prepacked = shared(self._panels_of(weight))
         sizes, activation = (self.in_features, self.out_features), (self.activation, self.variant)
         self._register(torch.ops.inflight.new_linear(self.prepacked, self.bias, self.scales, *sizes, *activation))
@@ -30,6 +31,7 @@ class PanelLinear(PrepackedLinear):
         delete_with(self, torch.ops.inflight.delete_linear, number)
 
     def _panels_of(self, weight: torch.Tensor) -> torch.Tensor:
+        """The panels of a weight `[out, in]`, see `panels_of`."""
         return panels_of(weight)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -85,7 +85,7 @@ class PrepackedLinear(nn.Module, ABC):
         activation: "none", "relu", "swish", or "gelu" with the variant "none" or "tanh".
 
     Attributes:
-        prepacked: the weight in the layer's own layout.
+        prepacked: the weight, `[…]` in the layer's own layout and dtype.
         scales: `[out]` float32, if the stored weight has a scale per output channel.
     """
 
@@ -128,7 +128,7 @@ class PrepackedEmbedding(nn.Embedding):
     weight: Any
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Token ids `[…]` int64 to `[…, hidden]`."""
+        """Token ids `[…]` int64 to `[…, hidden]` in the table's dtype."""
         return self.weight.rows(input)  # type: ignore[no-any-return]
 
 
@@ -152,6 +152,7 @@ class PrepackedTable:
         return self.layout.rows(numbers).to(self.dtype)
 
     def __getitem__(self, index: Any) -> torch.Tensor:
+        """`weight[index]` of the weight `[vocabulary, hidden]`: `[…]` in the rows' dtype."""
         first, *others = index if isinstance(index, tuple) else (index,)
         rows = self.rows(torch.arange(len(self))[first])
         return rows[..., *others] if others else rows

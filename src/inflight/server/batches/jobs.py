@@ -25,7 +25,7 @@ class BatchJobs:
     Args:
         answerer: answers the requests of jobs.
         max_in_work: the most concurrent requests.
-        see: called with a job on each change.
+        observe: called with a job on each change.
         urls: the accepted paths of lines.
 
     Raises:

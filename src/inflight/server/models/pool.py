@@ -32,6 +32,9 @@ class PoolSettings:
         max_loaded_models: the most models loaded at once; None: all.
         max_loaded_memory: total bytes of loaded models; None: the memory free when the server starts.
         idle_unload: seconds without a request after which a model is unloaded; None: never.
+
+    Raises:
+        ValueError: there is no model, an unknown one has options, or names are not unique.
     """
 
     models: Mapping[str, str | None]

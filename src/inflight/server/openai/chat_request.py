@@ -96,7 +96,8 @@ class Message(StrictModel):
     provider_specific_fields: Any = None
 
     def for_template(self, where: str) -> dict[str, Any]:
-        """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON."""
+        """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON. Raises
+        `ApiError` if it has no content, and is not the assistant's."""
         if self.content is None and self.role != "assistant":
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {

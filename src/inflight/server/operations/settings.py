@@ -34,6 +34,9 @@ class OperatorSettings:
         cors_origins: origins whose web pages may call the server; "*" means all.
         ui: whether `/` answers with the live page.
         traces_endpoint: an OpenTelemetry collector's URL for traces (OTLP over HTTP); None: no traces.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     api_keys: tuple[str, ...] = ()

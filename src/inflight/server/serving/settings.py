@@ -47,6 +47,9 @@ class ServerSettings:
         max_file_size: the most bytes of an uploaded file.
         allow_adapter_loading: whether clients may load and unload adapters.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
+
+    Raises:
+        ValueError: an option is unknown, out of range, or does not go with another.
     """
 
     model_name: str = DEMO_MODEL_NAME

@@ -35,10 +35,18 @@ class QuantizationMethod(ABC):
         """Whether these are the parts of a quantised weight."""
 
     def is_stacked(self, parts: Mapping[str, torch.Tensor]) -> bool:
-        """Whether the first dimension of every part is the number of an expert."""
+        """Whether every part, of any dtype, is `[experts, …]`."""
         return False
 
     @abstractmethod
     def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
-        """The weight `[out, in]` of these parts, or its values, float32, where no kernel reads it. Raises `ValueError`
-        for what cannot be read."""
+        """The weight `[out, in]` of these parts, or its values, float32, where no kernel reads it.
+
+        Args:
+            parts: the tensors of one matrix, by ending, as the method stores them.
+
+        Raises:
+            KeyError: a part is missing.
+            ValueError: a part cannot be read.
+            IndexError, RuntimeError, StopIteration: the sizes of parts do not fit.
+        """

@@ -46,3 +46,12 @@ def test_all_results_of_benchmarks_are_listed_with_a_date() -> None:
         assert len(dates) == 1, name
         said = re.findall(r"\b20\d\d-\d\d-\d\d\b", (folder / name).read_text(encoding="utf-8"))
         assert not said or dates[0] in said, name
+
+
+@pytest.mark.parametrize("page", ["architecture.md", "glossary.md", "reading.md"])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    package = ROOT / "src" / "inflight"
+    homes = (package, package / "execution", package / "server", ROOT)
+    named = re.findall(r"`([a-z_]+/[\w/]*(?:\.\w+|/))`", (ROOT / "docs" / page).read_text(encoding="utf-8"))
+    assert named
+    assert [each for each in named if not any((home / each).exists() for home in homes)] == []

@@ -265,12 +265,12 @@ class EngineConfig:
             empty dict: there are none yet, but they can be loaded later. None: there are none, and never will be.
         adapter_memory: the bytes that adapters may take in memory which no running sequence has; the least recently
             used ones are read from their files again.
-        quantization: how weights are rounded. Each of these groups may be given as a dict, and its options flat.
-        kv_cache: its blocks.
-        prefix_cache: what is found in it again.
-        scheduling: how many sequences and tokens a step has, and whose.
-        speculation: where draft tokens come from.
-        debug: what only developers choose.
+        quantization: rounding of weights at load. This group, like the others, may be a dict, and its options flat.
+        kv_cache: blocks and dtype of keys and values.
+        prefix_cache: reuse of cached blocks, in memory and on disk.
+        scheduling: limits of a step, and the order of requests.
+        speculation: draft tokens.
+        debug: for developers.
 
     Raises:
         ValueError: an option is unknown, out of range, or does not go with another.

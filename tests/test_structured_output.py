@@ -275,7 +275,7 @@ def test_a_failed_mask_computation_ends_only_the_requests_that_need_masks(
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr("inflight.grammar.constraints.fill_masks", failing)
+        patch.setattr("inflight.grammar.mask_worker.fill_masks", failing)
         params = [params_of("regex", 1), SamplingParams(max_tokens=5)]
         outputs = llm.generate([PROMPT] * 2, params, use_tqdm=False)
     assert [output.outputs[0].finish_reason for output in outputs] == ["error", "length"]

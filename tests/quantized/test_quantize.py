@@ -188,7 +188,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_sentence(tmp_path: Path) -> None
     [
         ({"format": "int5"}, "format is 'int5'; it may be 'int4' or 'int8'"),
         ({"format": "int8", "minima": True}, "quantization_minima are of quantization 'int4'"),
-        ({"group_size": 48}, "quantization_group_size is 48; it may be 32, 64 or 128"),
+        ({"group_size": 48}, "quantization_group_size is 48; it must be one of 32, 64, 128"),
     ],
 )
 def test_wrong_options_are_refused(asked: dict[str, Any], problem: str, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ import httpx2
 import pytest
 
 from inflight import AsyncLLM, EngineGivenUpError
+from inflight.cli.serve import listen
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.process.protocol import Load
-from inflight.server.operations.connections import listen
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.run import serve_until_told
 from inflight.server.serving.settings import ServerSettings
@@ -31,7 +31,7 @@ def test_a_server_whose_engine_is_given_up_ends_with_an_error(
         engines.append(ProcessConnection(load))
         return engines[0]
 
-    monkeypatch.setattr("inflight.engine.replicas.launch.ProcessConnection", connect)
+    monkeypatch.setattr("inflight.engine.fleet.ProcessConnection", connect)
     caplog.set_level(logging.INFO)
     llm = AsyncLLM(num_blocks=200, restart_delays=(0.0,))
     listener = listen("127.0.0.1", 0, 60.0)

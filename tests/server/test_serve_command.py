@@ -18,9 +18,9 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.cli import main
+from inflight.cli.serve import listen
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
-from inflight.server.operations.connections import listen
 from inflight.server.operations.settings import OperatorSettings
 
 READY = re.compile(r"(\S+) (?:is )?served at (http://127\.0\.0\.1:\d+)")
@@ -269,7 +269,7 @@ def test_what_runs_before_the_engine_starts_imports_no_server() -> None:
     """The server is imported while the engine's process loads the model."""
     code = """
 import sys
-import inflight.cli.serve, inflight.server.operations.connections, inflight.server.operations.logs
+import inflight.cli.serve, inflight.server.operations.logs
 print({"fastapi", "uvicorn", "pydantic", "transformers"} & set(sys.modules))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)

@@ -75,7 +75,7 @@ def test_when_the_engine_dies_every_request_fails_and_the_engine_restarts(monkey
         engines.append(ProcessConnection(load))
         return engines[-1]
 
-    monkeypatch.setattr("inflight.engine.replicas.launch.ProcessConnection", connect)
+    monkeypatch.setattr("inflight.engine.fleet.ProcessConnection", connect)
     with RunningServer(AsyncLLM(num_blocks=2000, restart_delays=(0.0,)), keep_alive_interval=0.05) as server:
         assert server.http.get("/health").status_code == 503  # the engine is still loading
         may_start.set()

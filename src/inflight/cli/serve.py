@@ -33,6 +33,10 @@ if TYPE_CHECKING:
     from inflight.server.models.pool import PoolSettings
 
 
+BACKLOG = 2048
+"""Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
+
+
 @click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings), tables={"models": OF_A_TABLE})
 @click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
@@ -195,9 +199,25 @@ def _operator_settings(options: dict[str, Any]) -> OperatorSettings:
     return settings
 
 
-def _listener(host: str, port: int, max_stall: float) -> socket.socket:
-    from inflight.server.operations.connections import listen
+def listen(host: str, port: int, max_stall: float) -> socket.socket:
+    """Open the server's socket, before anything is loaded, so that an address in use is noticed at once.
 
+    Args:
+        max_stall: seconds after which the operating system, where it supports this, closes a connection whose client
+            accepts no data, and drops what was still to be sent.
+
+    Raises:
+        OSError: the address is not available.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    takes_both = host == "::" and socket.has_dualstack_ipv6()  # all addresses, IPv4's among them
+    listener = socket.create_server((host, port), family=family, backlog=BACKLOG, dualstack_ipv6=takes_both)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(1000 * max_stall))
+    return listener
+
+
+def _listener(host: str, port: int, max_stall: float) -> socket.socket:
     try:
         return listen(host, port, max_stall)
     except OSError as error:

@@ -219,7 +219,7 @@ class OneEngine(EngineClient):
             self._num_in_a_row = 1 if session.has_served else self._num_in_a_row + 1
             if (times := self._num_in_a_row) > len(self._restart_delays):
                 self._given_up = f"{self._name} has died {times} times in a row; the last time, {error}"
-                logger.error("%s: %d times in a row, so it is given up", error, times)
+                logger.error("%s, %d times in a row; giving up", error, times)
             else:
                 delay = self._restart_delays[times - 1]
                 self._start_time = time.monotonic() + delay

@@ -76,8 +76,8 @@ class InputProcessor:
         """
         if self._watched is not None and self._watched.have_changed:
             raise InvalidRequestError(
-                "the weights of the model given have been changed since it was loaded, and the engine has most of them "
-                "in a layout of its own; LLM.reload_weights() takes the new ones"
+                "the given model's weights have changed since the engine copied most of them into "
+                "its own layout; LLM.reload_weights() takes the new ones"
             )
         accepted = self._admission.accept(
             request_id,

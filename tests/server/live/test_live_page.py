@@ -171,7 +171,7 @@ def test_the_hour_and_the_model_are_told(server: RunningServer) -> None:
     assert history["whole"]["to_first_token"][0] > 0
     about = server.http.get("/live/about").json()
     assert (about["model"], about["num_engines"], about["can_chat"]) == ("inflight-demo", 1, True)
-    assert about["config"]["max_num_seqs"] == 2
+    assert about["config"]["scheduling"]["max_num_seqs"] == 2
     assert about["info"]["num_blocks"] == 500
 
 

@@ -163,7 +163,7 @@ def run(llm: LLM, lessons: Sequence[Lesson]) -> float:
 
 
 def params(number: int, num_tokens: int) -> SamplingParams:
-    """Greedy, so many tokens; the seed tells the teacher which lesson it is."""
+    """Greedy, with a fixed number of tokens; the seed tells the teacher which lesson it is."""
     return SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True, seed=number)
 
 

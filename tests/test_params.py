@@ -235,6 +235,11 @@ def test_groups_of_options_are_given_nested_or_flat_or_both() -> None:
     assert EngineConfig(kv_cache=KVCacheConfig(dtype="int8"), num_blocks=9, speculation="off") == nested
     assert nested.replace(num_blocks=5).kv_cache == KVCacheConfig(dtype="int8", num_blocks=5)
     assert EngineConfig(**asdict(nested)) == nested
+    sized = EngineConfig(quantization="int4", quantization_group_size=64, num_blocks=9)
+    assert sized.replace(quantization=QuantizationConfig(method="int8")).quantization.group_size == 32
+    assert sized.replace(quantization={"method": "int4"}, num_blocks=5) == EngineConfig(
+        quantization="int4", num_blocks=5
+    )
     with pytest.raises(ValueError, match=r"^kv_cache is 3; it must be a KVCacheConfig, or a dict$"):
         EngineConfig(kv_cache=3)
     with pytest.raises(ValueError, match=r"^kv_cache_memory is 0; it must be an integer of at least 1$"):

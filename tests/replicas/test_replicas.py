@@ -224,7 +224,7 @@ def test_a_loaded_model_is_reloaded_as_it_is_now() -> None:
             before = await ask()
             with torch.no_grad():
                 model.get_output_embeddings().weight.neg_()
-            with pytest.raises(InvalidRequestError, match="have been changed"):
+            with pytest.raises(InvalidRequestError, match="weights have changed"):
                 await ask()
             await llm.reload_weights()
             after = await ask()
@@ -233,9 +233,14 @@ def test_a_loaded_model_is_reloaded_as_it_is_now() -> None:
     run(check())
 
 
-def test_options_that_make_no_sense_are_refused() -> None:
+def test_options_that_make_no_sense_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="there is only this process"):
         AsyncLLM(in_process=True, replicas=2)
+    monkeypatch.setattr("inflight.engine.replicas.launch.best_number", lambda system: 2)
+    with pytest.raises(ValueError, match="replicas is 'auto', but with in_process=True there is only this process"):
+        AsyncLLM(in_process=True, replicas="auto")
+    with pytest.raises(ValueError, match="did you mean 'replicas'"):
+        AsyncLLM(replica=2)
     with pytest.raises(ValueError, match="routing is 'nearest'"):
         AsyncLLM(routing="nearest")
     with pytest.raises(ValueError, match="replicas is 0"):

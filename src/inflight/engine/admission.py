@@ -98,10 +98,14 @@ class Admission:
         deadline: float | None = None,
         text: PooledText | None = None,
     ) -> AcceptedRequest:
-        """Check a request and resolve it against the model, except for what `Engine.compile` does.
+        """Check a request and resolve it against the model, except for what `InputProcessor.compile` does.
 
         Args:
-            deadline: see `AcceptedRequest`.
+            priority: lower runs first, where the engine's policy is "priority".
+            cache_salt: only requests with the same salt share cached prefixes.
+            adapter_source: the folder or hub repository of its adapter; None: it has none.
+            deadline: a time of `time.monotonic()` at which it is aborted unless it has finished.
+            text: what to pool, with the prompt's tokens; None: it generates.
 
         Raises:
             InvalidRequestError: the model cannot answer it as asked.

@@ -15,6 +15,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
+from inflight.contracts.api.config import RESTART_DELAYS
 from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.api.watching import Watching
 from inflight.contracts.step.block_hash import Root
@@ -26,9 +27,6 @@ if TYPE_CHECKING:
     from inflight.engine.engine import Engine
 
 logger = logging.getLogger("inflight.engine")
-
-RESTART_DELAYS = (0.5, 1.0)
-"""Seconds between a crash and the next start, for each crash in a row. After one more crash the engine is given up."""
 
 _in_threads: "WeakSet[EngineClient]" = WeakSet()
 

@@ -11,10 +11,10 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import partial
 
-from inflight.contracts.api.config import ROUTINGS, FleetConfig
+from inflight.contracts.api.config import RESTART_DELAYS, ROUTINGS, FleetConfig
 from inflight.contracts.api.errors import EngineDeadError, EngineGivenUpError
 from inflight.contracts.step.block_hash import Root
-from inflight.engine.client import RESTART_DELAYS, EngineClient, OneEngine
+from inflight.engine.client import EngineClient, OneEngine
 from inflight.engine.process.connection import ProcessConnection
 from inflight.engine.process.protocol import Load
 from inflight.engine.process.session import Mail, Mailbox, Session, shared_future

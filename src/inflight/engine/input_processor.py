@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from inflight.contracts.api.config import NO_ADAPTERS, EngineConfig
 from inflight.contracts.api.errors import AdapterError, InvalidRequestError, ModelError
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.params import SamplingParams
-from inflight.contracts.api.pooling import PooledText
 from inflight.engine.admission import AcceptedRequest, Admission
 from inflight.execution.adapters import AdapterCheckpoint, Adapters
 from inflight.execution.hf.load import WatchedWeights
@@ -55,21 +54,14 @@ class InputProcessor:
         request_id: str,
         prompt_token_ids: SequenceOf[int],
         params: SamplingParams,
-        *,
-        priority: int = 0,
-        cache_salt: str | None = None,
         adapter_source: str | None = None,
-        deadline: float | None = None,
-        text: PooledText | None = None,
+        **options: Any,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `compile` does.
 
         Args:
-            priority: lower runs first, where the engine's policy is "priority".
-            cache_salt: only requests with the same salt share cached prefixes.
             adapter_source: the folder or hub repository of its adapter; None: it has none.
-            deadline: a time of `time.monotonic()` at which it is aborted unless it has finished.
-            text: what to pool, with the prompt's tokens; None: it generates.
+            options: see `Admission.accept`.
 
         Raises:
             InvalidRequestError: something about it is wrong.
@@ -80,14 +72,7 @@ class InputProcessor:
                 "its own layout; LLM.reload_weights() takes the new ones"
             )
         accepted = self._admission.accept(
-            request_id,
-            prompt_token_ids,
-            params,
-            priority=priority,
-            cache_salt=cache_salt,
-            adapter_source=adapter_source,
-            deadline=deadline,
-            text=text,
+            request_id, prompt_token_ids, params, adapter_source=adapter_source, **options
         )
         if adapter_source is None:
             return accepted

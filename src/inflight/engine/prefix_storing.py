@@ -22,7 +22,7 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
     """
     if config.prefix_cache.folder is None:
         return None
-    path = Path(config.prefix_cache.folder).expanduser()
+    path = Path(config.prefix_cache.folder)
     fingerprint = runner.fingerprint()
     try:
         folder = BlockFolder(path, fingerprint, config.prefix_cache.size, _about(config, runner))

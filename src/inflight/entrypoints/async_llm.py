@@ -82,6 +82,8 @@ class AsyncLLM(AsyncPoolingCalls):
         fleet, config = front_options(options, "AsyncLLM")
         source = model_source(model)
         num_replicas = check_replicas(fleet.replicas, config.tensor_parallel_size)
+        if fleet.in_process and num_replicas > 1:
+            raise ValueError(f"replicas is {fleet.replicas!r}, but with in_process=True there is only this process")
         watching = Watching(record_to=fleet.record_to, kv_events=fleet.kv_events)
         self.config = config
 

@@ -65,7 +65,7 @@ class _Speeds:
         self._seconds_per_token: float | None = None
 
     def observe_load(self, num_blocks: int, seconds: float, num_threads: int) -> None:
-        """Threads loaded so many blocks together."""
+        """Threads loaded `num_blocks` blocks together in `seconds`."""
         each = self.bytes_per_block * num_blocks / max(seconds, 1e-9) / num_threads
         self._rate += SMOOTHING * (each - self._rate)
 

@@ -45,6 +45,8 @@ CACHE_SHARE_OF_HOST = 0.25
 Routing: TypeAlias = Literal["prefix", "least-loaded", "round-robin"]
 """How one of several engines is chosen for a request; see `engine.replicas.router`."""
 ROUTINGS: tuple[str, ...] = get_args(Routing)
+RESTART_DELAYS = (0.5, 1.0)
+"""Seconds between a crash and the next start, for each crash in a row. After one more crash the engine is given up."""
 MAX_RANKS = 64
 """Processes that may run a model together; `kernels/exchange.cpp` has the same number."""
 NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
@@ -310,8 +312,8 @@ class EngineConfig:
         object.__setattr__(self, "adapters", {name: full_source(source) for name, source in self.adapters.items()})
 
     def replace(self, **options: Any) -> "EngineConfig":
-        """The same with other options, by their flat names."""
-        return EngineConfig(**flat_values(self) | options)
+        """The same with other options: flat, or whole groups."""
+        return EngineConfig(**flat_values(self, but=options) | options)
 
     def asked_features(self) -> dict[str, bool]:
         """Which features the options ask for."""
@@ -355,7 +357,7 @@ class FleetConfig:
 
     in_process: bool = False
     starts_at_once: bool = False
-    restart_delays: Sequence[float] = (0.5, 1.0)
+    restart_delays: Sequence[float] = RESTART_DELAYS
     step_timeout: Seconds | None = 60.0
     record_to: RecordTo | None = None
     kv_events: KVEvents | None = None
@@ -363,8 +365,6 @@ class FleetConfig:
     routing: Routing = "prefix"
 
     def __post_init__(self) -> None:
-        if self.in_process and self.replicas not in (1, "auto"):
-            raise ValueError(f"replicas is {self.replicas!r}, but with in_process=True there is only this process")
         if self.kv_events is not None and find_spec("zmq") is None:
             raise ValueError("kv_events need pyzmq: pip install 'inflight-llm[kv-events]'")
 
@@ -372,8 +372,9 @@ class FleetConfig:
 def front_options(options: Mapping[str, Any], owner: str) -> tuple[FleetConfig, EngineConfig]:
     """The options of `AsyncLLM`, divided. Raises `ValueError` if one is unknown or out of range."""
     of_fleet = option_names(FleetConfig)
+    refuse_unknown_options(options, of_fleet | option_names(EngineConfig), owner)
     fleet = {name: value for name, value in options.items() if name in of_fleet}
-    return FleetConfig(**fleet), engine_config({name: options[name] for name in options.keys() - fleet.keys()}, owner)
+    return FleetConfig(**fleet), EngineConfig(**{name: options[name] for name in options if name not in of_fleet})
 
 
 def engine_config(options: Mapping[str, Any], owner: str) -> EngineConfig:

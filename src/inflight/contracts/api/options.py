@@ -7,7 +7,7 @@ import difflib
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass, replace
 from types import NoneType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar, get_args, get_origin, get_type_hints
@@ -98,8 +98,10 @@ def check(name: str, value: object, kind: Any) -> None:
         raise ValueError(f"{name} is {shown}; it must be {described(kind)}") from None
 
 
-def check_members(name: str, values: Iterable[object], kind: Any) -> None:
+def check_members(name: str, values: Collection[object], kind: Any) -> None:
     """Raise `ValueError` for the first of `values` that `kind` does not accept."""
+    if not values:
+        return
     try:
         msgspec.convert(tuple(values), tuple[kind, ...])
     except msgspec.ValidationError:
@@ -173,11 +175,14 @@ def flat_options(cls: type[Any]) -> Mapping[str, FlatOption]:
     return options
 
 
-def flat_values(options: Any) -> dict[str, Any]:
-    """All values by their flat names."""
+def flat_values(options: Any, but: Mapping[str, Any] = {}) -> dict[str, Any]:
+    """All values by their flat names, but for those of groups that `but` has."""
+    groups = _groups(type(options))
+    others = {name for name, value in but.items() if name in groups and isinstance(value, (groups[name], Mapping))}
     return {
         name: getattr(options if group is None else getattr(options, group), field)
         for name, (group, field, *_) in flat_options(type(options)).items()
+        if group not in others
     }
 
 

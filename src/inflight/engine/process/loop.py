@@ -182,7 +182,7 @@ class _Loop:
         self.send(Refused(request_id, kind.__name__, str(error)))
 
     def _take_in(self, asked: Generate) -> None:
-        """Submit a request, after compiling it in another thread if that is slow (`Engine.compile`)."""
+        """Submit a request, after compiling it in another thread if that is slow (`InputProcessor.compile`)."""
         engine, request_id = self.engine, asked.request_id
         accepted = engine.inputs.accept(
             request_id,

@@ -28,6 +28,7 @@ class Sizes:
     drafting: int | None = None
     """The seed of random draft tokens; None: there are none."""
     storing: int | None = None
+    retention: int | None = None
     """The seed of a store outside of the cache; None: there is none."""
 
     @property

@@ -36,6 +36,7 @@ def random_sizes(rng: random.Random) -> Sizes:
         recompute_beyond=rng.choice([None, None, rng.randint(1, 16)]),
         drafting=rng.choice([None, rng.randrange(1 << 30)]),
         storing=rng.choice([None, rng.randrange(1 << 30)]),
+        retention=rng.choice([None, rng.randint(1, 40)]),
     )
 
 

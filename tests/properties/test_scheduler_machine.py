@@ -47,6 +47,7 @@ sizes = st.builds(
     recompute_beyond=st.none() | st.integers(1, 16),
     drafting=st.none() | st.integers(0, 1 << 30),
     storing=st.none() | st.integers(0, 1 << 30),
+    retention=st.none() | st.integers(1, 40),
 )
 
 shapes = {

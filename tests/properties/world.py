@@ -13,6 +13,7 @@ from inflight.contracts.api.config import BACKGROUND
 from inflight.contracts.step.plan import Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
+from inflight.scheduling.retention import Retention
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.sequence import Request
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
@@ -34,6 +35,11 @@ class World:
         self.pool = BlockPool(sizes.num_blocks, sizes.layout)
         self.cache = ModelCache(sizes)
         self.store = None if sizes.storing is None else RandomStore(sizes.storing, self.cache)
+        self.now = 0.0
+        retention = None
+        if sizes.retention is not None:
+            retention = Retention(self.pool, sizes.retention, lambda: self.now)
+            retention.observe_prefill(1, 1.0)
         self.scheduler = Scheduler(
             self.pool,
             Limits(
@@ -48,6 +54,7 @@ class World:
             enable_prefix_caching=sizes.prefix_caching,
             speculator=None if sizes.drafting is None else RandomSpeculator(sizes.drafting),
             block_store=self.store,
+            retention=retention,
         )
         self.lanes = Lanes(sizes.num_slots)
         self.runners = Runner(), Runner()
@@ -119,12 +126,15 @@ class World:
         known = self.known_nodes()
         for each in self.unfinished.values():
             each.num_computed_before = each.num_computed
+        self.now += 1
         plan = self.scheduler.plan()
+        self.reached["steps in which blocks were kept from others"] += self.scheduler.idle_seconds > 0
         preempted, admitted, readmitted = self.follow_admissions()
         check_admissions(self, preempted, admitted)
         self.reached["evictions"] += len(known - self.known_nodes())
         if plan is None:
-            assert not self.unfinished or self.scheduler.persistence.is_waiting
+            assert not self.unfinished or self.scheduler.persistence.is_waiting or self.scheduler.idle_seconds
+            self.now += self.scheduler.idle_seconds
             self.preempted_in_vain |= {each.sequence_id for each in preempted}
             self.num_plans += 1
             return
@@ -245,6 +255,8 @@ class World:
         if self.sizes.aging_steps is not None:
             bound *= 2 + max((each.request.max_num_tokens for each in self.unfinished.values()), default=0)
         bound += 5 * len(self.unfinished)  # steps in which they wait for blocks from elsewhere
+        if self.scheduler.retention is not None:  # or for kept ones
+            bound += len(self.unfinished) + len(self.scheduler.retention._keeping)
         num_steps = 0
         while self.unfinished:
             num_steps += 1
@@ -274,6 +286,7 @@ class World:
     def check_that_all_slots_are_free(self) -> None:
         """As many new sequences as one step can admit get the slots from 0, whose previous sequences are known to have
         ended."""
+        self.now += self.sizes.retention or 0  # until when blocks may be kept from them
         num_newcomers = min(self.sizes.num_slots, self.pool.num_blocks // len(self.sizes.windows))
         for _ in range(num_newcomers):
             self.submit([9], 1)

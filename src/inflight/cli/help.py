@@ -24,7 +24,7 @@ RARE = frozenset(
         *("load_format", "quantization_group_size", "quantization_minima", "quantization_arithmetic"),
         *("record_forward", "executor", "attention_backend", "max_prefill_tokens_per_step", "policy", "aging_steps"),
         *("background_tokens_per_step", "max_draft_tokens", "max_num_waiting", "enable_prefix_caching"),
-        *("block_size", "num_blocks", "prefix_cache_size", "device"),
+        *("block_size", "num_blocks", "prefix_cache_size", "prefix_retention", "device"),
     }
 )
 """Parameters shown only by `--help-all`."""

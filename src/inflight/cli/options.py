@@ -160,6 +160,7 @@ _BLOCKS = (
         "--enable-prefix-caching/--no-prefix-caching",
         "Reuse cached blocks of common prompt prefixes.",
     ),
+    Shared("--prefix-retention", "Most seconds for which blocks are kept for an agent's next turn; 0: never."),
     Shared("--block-size", "Tokens in a block of the cache."),
     Shared("--num-blocks", "Blocks in the cache.", "as many as fit into --kv-cache-memory"),
 )

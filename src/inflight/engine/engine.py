@@ -102,6 +102,7 @@ class Engine:
             layout=self.runner.cache_layout,
             speculator=self._speculation,
             block_store=self._store,
+            clock=time.monotonic,
         )
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
@@ -114,8 +115,13 @@ class Engine:
 
     @property
     def has_unfinished_requests(self) -> bool:
-        """Whether another step would do anything."""
+        """Whether another step would do anything, now or later."""
         return len(self._reporter) > 0
+
+    @property
+    def idle_seconds(self) -> float | None:
+        """For how long no step has anything to do, unless requests come; None: for ever."""
+        return self.scheduler.idle_seconds if self.has_unfinished_requests else None
 
     @property
     def observer(self) -> Callable[[StepRecord], None] | None:

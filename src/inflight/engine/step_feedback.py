@@ -1,5 +1,5 @@
 """What an engine learns and counts from its steps: how much prefill a step may have, the cost of draft tokens, whether
-loading a prefix beats computing it, and the totals of `EngineStats`.
+loading a prefix beats computing it, what keeping blocks for a session saves, and the totals of `EngineStats`.
 
 `PrefillLimit`: bounds the prefill tokens of a step beside decodes, from measured step times.
 
@@ -106,6 +106,7 @@ class Totals:
             num_waiting=scheduler.num_waiting,
             num_blocks_used=pool.num_used,
             num_blocks_cached=pool.num_cached,
+            num_blocks_kept=pool.num_kept,
             num_blocks_free=pool.num_free,
             num_drafts=scheduler.count.drafts,
             num_restored_tokens=scheduler.persistence.num_restored_tokens,
@@ -137,11 +138,13 @@ class StepFeedback:
             num_sequences = sum(span.num_logit_rows > len(span.scored_ids) for span in plan.spans)
             self._speculation.observe(plan.num_tokens, seconds, num_draft_tokens, num_accepted, num_sequences)
             self._num_accepted_tokens += num_accepted
-        if self.prefill_limit is None and self._store is None:
+        retention = scheduler.retention
+        if self.prefill_limit is None and self._store is None and retention is None:
             return
         prefills = [length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1]
-        if self._store is not None and 2 * sum(prefills) > plan.num_tokens:
-            self._store.observe_prefill(sum(prefills), seconds)
+        for each in (self._store, retention):
+            if each is not None and 2 * sum(prefills) > plan.num_tokens:
+                each.observe_prefill(sum(prefills), seconds)
         if self.prefill_limit is None:
             return
         self.prefill_limit.observe(plan.num_tokens - sum(prefills), sum(prefills), seconds)

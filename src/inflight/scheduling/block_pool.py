@@ -9,8 +9,8 @@ A block is used (referenced by a table), cached (unreferenced, but its content c
 | cached | none            | yes              | used again, when a prefix is found; free or used, when it is evicted |
 
 A growing sequence takes, in this order: free blocks used before; blocks never used, so that storage which the operating
-system commits on first touch grows only as needed; cached blocks, least recently used first. A sequence frees its last
-blocks first, so a prefix outlives its continuations.
+system commits on first touch grows only as needed; cached blocks, least recently used first; cached blocks that are
+kept for a session (`Retention`). A sequence frees its last blocks first, so a prefix outlives its continuations.
 
 A sequence has a table in each cache group. A group that keeps only a window frees blocks that have left it. All groups
 share the pool.
@@ -45,12 +45,14 @@ class BlockPool:
         self._free: deque[int] = deque()
         self._num_touched = 0
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
+        self._kept: OrderedDict[int, None] = OrderedDict()  # cached, too
+        self._num_keepers = [0] * num_blocks
         self._prefix_cache = PrefixCache(len(layout.groups))
 
     @property
     def num_available(self) -> int:
         """Unreferenced blocks: free or cached."""
-        return self.num_free + len(self._cached)
+        return self.num_free + self.num_cached
 
     @property
     def num_free(self) -> int:
@@ -60,7 +62,12 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Unreferenced blocks whose content can still be found."""
-        return len(self._cached)
+        return len(self._cached) + len(self._kept)
+
+    @property
+    def num_kept(self) -> int:
+        """Cached blocks that are taken last."""
+        return len(self._kept)
 
     @property
     def num_used(self) -> int:
@@ -146,7 +153,7 @@ class BlockPool:
     def holders(self) -> bytes:
         """A byte for each block: 0: free; 1: cached; else its reference count plus 1, at most 255."""
         states = bytearray(number and min(number + 1, 255) for number in self._num_references)
-        for block in self._cached:
+        for block in (*self._cached, *self._kept):
             states[block] = 1
         return bytes(states)
 
@@ -180,14 +187,35 @@ class BlockPool:
     def forget(self, block: int) -> None:
         """Remove a block from the prefix cache."""
         self._prefix_cache.forget(block)
-        if block in self._cached:
-            del self._cached[block]
+        self._num_keepers[block] = 0
+        if self._num_references[block] == 0:
+            self._unlist(block)
             self._free.append(block)
 
     def forget_all(self) -> None:
         """Free all cached blocks."""
-        for block in list(self._cached):
+        for block in (*self._cached, *self._kept):
             self.forget(block)
+
+    # ------------------------------------------------------------------------------------- keeping content
+
+    def keep(self, block: int) -> None:
+        """Take a block last while it is cached, until `unkeep` was called as often or its content is forgotten."""
+        self._num_keepers[block] += 1
+        if block in self._cached:
+            del self._cached[block]
+            self._kept[block] = None
+
+    def unkeep(self, block: int) -> None:
+        """Undo one `keep`."""
+        self._num_keepers[block] = max(0, self._num_keepers[block] - 1)
+        if self._num_keepers[block] == 0 and block in self._kept:
+            del self._kept[block]
+            self._cached[block] = None
+
+    def is_kept(self, block: int) -> bool:
+        """Whether a block is taken last when it is cached."""
+        return self._num_keepers[block] > 0
 
     # ------------------------------------------------------------------------------------- one block
 
@@ -198,15 +226,16 @@ class BlockPool:
             block = self._num_touched
             self._num_touched += 1
         else:
-            block, _ = self._cached.popitem(last=False)
+            block, _ = (self._cached or self._kept).popitem(last=False)
             self._prefix_cache.forget(block)
+            self._num_keepers[block] = 0
         self._num_references[block] = 1
         self._num_times_taken[block] += 1
         return block
 
     def _hold(self, block: int) -> None:
         if self._num_references[block] == 0:
-            del self._cached[block]
+            self._unlist(block)
         self._num_references[block] += 1
 
     def _drop(self, block: int) -> None:
@@ -215,9 +244,13 @@ class BlockPool:
         self._num_references[block] -= 1
         if self._num_references[block] == 0:
             if block in self._prefix_cache:
-                self._cached[block] = None
+                (self._kept if self._num_keepers[block] else self._cached)[block] = None
             else:
                 self._free.append(block)
+
+    def _unlist(self, block: int) -> None:
+        """Take a block out of the cached ones."""
+        del (self._kept if block in self._kept else self._cached)[block]
 
     def check(self, sequences: Iterable[BlockTables]) -> None:
         """Raise `RuntimeError` unless the reference counts match all `sequences` and no block is lost."""
@@ -231,8 +264,13 @@ class BlockPool:
                 f"blocks {wrong} are held by tables {[counted[block] for block in wrong]} times, but "
                 f"counted {[self._num_references[block] for block in wrong]} times"
             )
-        available = [*self._free, *self._cached, *range(self._num_touched, self.num_blocks)]
+        cached = self._cached.keys() | self._kept.keys()
+        available = [*self._free, *self._cached, *self._kept, *range(self._num_touched, self.num_blocks)]
         if sorted(available) != [block for block in range(self.num_blocks) if counted[block] == 0]:
             raise RuntimeError("the free and cached blocks are not those that no table names")
-        if any((block in self._prefix_cache) == (block not in self._cached) for block in [*self._free, *self._cached]):
+        if any((block in self._prefix_cache) == (block not in cached) for block in [*self._free, *cached]):
             raise RuntimeError("the cached blocks are not those, of all that no table names, whose content is known")
+        if any(not self._num_keepers[block] for block in self._kept) or any(
+            map(self._num_keepers.__getitem__, self._cached)
+        ):
+            raise RuntimeError("the kept blocks are not those, of all that are cached, which are to be kept")

@@ -145,7 +145,7 @@ class Persistence:
             same.parked += sequences
             return True
         tables, num_tokens = pool.new_tables(), (len(nodes) + len(chain)) * size
-        room = min(pool.num_available, int(pool.num_blocks * LARGEST_SHARE))
+        room = min(pool.num_available - pool.num_kept, int(pool.num_blocks * LARGEST_SHARE))
         if len(chain) * len(tables) > room or not store.is_faster(len(contents), len(chain) * size):
             return False
         shared = list(zip(*(node.blocks for node in nodes), strict=True)) or [()] * len(tables)

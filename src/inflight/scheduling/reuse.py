@@ -127,11 +127,18 @@ class Reuse:
             sequence.parent, sequence.num_known_blocks = parent, num_known
         self._take_over(sequence, num_tokens)
 
-    def num_missing_blocks(self, sequence: Sequence, siblings: Iterable[Sequence]) -> tuple[int, set[int]]:
+    def num_missing_blocks(
+        self, sequence: Sequence, siblings: Iterable[Sequence], *, takes_kept: bool = True
+    ) -> tuple[int, set[int]]:
         """The number of blocks that a waiting sequence lacks for all its tokens; and, if any, the used blocks that it
-        would share."""
+        would share.
+
+        Args:
+            takes_kept: whether it may take blocks that are kept for others.
+        """
         pool = self.block_pool
-        num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - pool.num_available
+        num_available = pool.num_available - (0 if takes_kept else pool.num_kept)
+        num_missing = pool.layout.max_num_blocks(len(sequence.token_ids)) - num_available
         if num_missing <= 0:
             return num_missing, set()
         found, block_size = self.find(sequence), pool.block_size
@@ -144,7 +151,8 @@ class Reuse:
             row[group.first_visible(num_tokens) // block_size :]
             for group, row in zip(pool.layout.groups, blocks, strict=True)
         )
-        shared = {block for row in seen for block in row if pool.num_holders(block)}
+        is_shared = pool.num_holders if takes_kept else lambda block: pool.num_holders(block) or pool.is_kept(block)
+        shared = {block for row in seen for block in row if is_shared(block)}
         return num_missing - len(shared), shared
 
     def _take_over(self, sequence: Sequence, num_tokens: int) -> None:

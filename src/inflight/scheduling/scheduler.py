@@ -16,11 +16,11 @@ A sequence that gets a prefill span is not preempted in the same plan: prefills 
 last to first. So a later sequence can rely on blocks that an earlier one computes in the same step.
 
 Before a sequence computes anything, it takes cached blocks (`Reuse`). The rest of the budget may go to draft tokens
-(`DraftPlanner`).
+(`DraftPlanner`). Cached blocks of a session that will soon return may be kept for it (`Retention`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
-no tensor, no clock, no randomness.
+no tensor, no clock but the one that `Retention` is given, no randomness.
 """
 
 from collections import Counter
@@ -37,9 +37,13 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.draft_tokens import DraftPlanner, Speculator, num_accepted_tokens
 from inflight.scheduling.persistence import BlockStore, Persistence
 from inflight.scheduling.plan_making import make_plan
+from inflight.scheduling.retention import Retention
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.sequences import Sequences, ServiceOrder
+
+MOST_PASSING = 16
+"""How many sequences may be looked at for one that can pass the first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,6 +107,7 @@ class Scheduler:
         can_share_prefixes: whether a sequence can continue from another's blocks.
         speculator: proposes draft tokens; None: no speculation.
         block_store: keeps blocks outside the cache; None: no store.
+        retention: keeps blocks for sessions; None: cached blocks are evicted by recency alone.
 
     Attributes:
         sequences: all unfinished ones.
@@ -121,6 +126,7 @@ class Scheduler:
         can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self.block_pool = block_pool
         self.limits = limits
@@ -129,6 +135,7 @@ class Scheduler:
         num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.sequences = Sequences(ServiceOrder(aging_steps), num_slots)
         self.reuse = Reuse(block_pool, enable_prefix_caching, limits.recompute_beyond, can_share=can_share_prefixes)
+        self.retention = retention if self.reuse.enable_prefix_caching else None
         store = block_store if self.reuse.enable_prefix_caching else None
         self.persistence = Persistence(store, block_pool, self.reuse.find)
         if store is not None:
@@ -139,6 +146,7 @@ class Scheduler:
         self._num_scorable_tokens = limits.max_scored_tokens  # left in the step being planned
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
+        self._is_held_back = False  # whether a sequence could start, were it not for kept blocks
 
     @classmethod
     def from_config(
@@ -151,12 +159,14 @@ class Scheduler:
         can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
+        clock: Callable[[], float] | None = None,
     ) -> Self:
         """A scheduler for an engine's configuration, with a new pool of `num_blocks` blocks.
 
         Args:
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
-            recompute_beyond: see `Limits`. The others are as in `Scheduler`.
+            recompute_beyond: see `Limits`.
+            clock: the time in seconds, for `Retention`; None: there is none. The others are as in `Scheduler`.
         """
         limits = Limits(
             max_num_seqs=config.scheduling.max_num_seqs,
@@ -165,18 +175,23 @@ class Scheduler:
             background_tokens_per_step=config.scheduling.background_tokens_per_step,
             recompute_beyond=recompute_beyond,
         )
+        layout = layout or CacheLayout(config.kv_cache.block_size, max_span=config.scheduling.max_num_batched_tokens)
+        pool, most_seconds = BlockPool(num_blocks, layout), config.prefix_cache.retention
         return cls(
-            BlockPool(
-                num_blocks,
-                layout or CacheLayout(config.kv_cache.block_size, max_span=config.scheduling.max_num_batched_tokens),
-            ),
+            pool,
             limits,
             aging_steps=config.scheduling.aging_steps if config.scheduling.policy == "priority" else None,
             enable_prefix_caching=config.prefix_cache.enabled,
             can_share_prefixes=can_share_prefixes,
             speculator=speculator,
             block_store=block_store,
+            retention=None if clock is None or not most_seconds else Retention(pool, most_seconds, clock),
         )
+
+    @property
+    def idle_seconds(self) -> float:
+        """For how long no sequence can run, because all wait for kept blocks; 0: one can."""
+        return self.retention.seconds_left if self._is_held_back and self.retention is not None else 0.0
 
     @property
     def num_waiting(self) -> int:
@@ -223,6 +238,8 @@ class Scheduler:
         made = self.sequences.make(request, self.count.steps, self.block_pool)
         for sequence in made:
             self.reuse.forget_progress(sequence)
+        if self.retention is not None:
+            self.retention.arrived(made[0])
         if not self._may_load or not self.persistence.park(made):
             for sequence in made:
                 self.sequences.waiting.push(sequence)
@@ -239,6 +256,9 @@ class Scheduler:
             raise RuntimeError("the previous step is still in flight: commit or fail it first")
         for sequence in self.persistence.take_in(may_load=self._may_load):
             self.sequences.waiting.push(sequence)
+        self._is_held_back = False
+        if self.retention is not None:
+            self.retention.expire()
         lengths: dict[Sequence, int] = {}
         self._num_scorable_tokens = self.limits.max_scored_tokens
         running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
@@ -343,7 +363,8 @@ class Scheduler:
         priority = self.sequences.order.effective_priority(best, self.count.steps)
         if self.sequences.order.effective_priority(running[-1], self.count.steps) <= priority:
             return
-        num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best))
+        takes_kept = self.retention is None or self.retention.may_take(best)
+        num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best), takes_kept=takes_kept)
         num_slots, num_victims, held = self.sequences.slots.num_free, 0, Counter[int]()
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
@@ -356,7 +377,8 @@ class Scheduler:
             blocks = [block for table in victim.block_tables for block in table if block != NO_BLOCK]
             held.update(blocks)
             given_back = (block for block in blocks if held[block] == self.block_pool.num_holders(block))
-            num_missing -= sum(block not in shared for block in given_back)
+            usable = (block for block in given_back if takes_kept or not self.block_pool.is_kept(block))
+            num_missing -= sum(block not in shared for block in usable)
         for _ in range(num_victims):
             self._preempt(running.pop())
 
@@ -396,20 +418,42 @@ class Scheduler:
         A sequence that waits for a sibling's prompt needs no budget, but must have its slot when the prompt is
         computed.
         """
-        while self.sequences.slots.num_free and (sequence := self.sequences.waiting.best(self.count.steps)) is not None:
-            if sequence.is_background != in_background:
-                return
+        while self.sequences.slots.num_free and (sequence := self._first_with_room(in_background)) is not None:
             waits = self._waits_for_sibling(sequence)
             if sequence.request.runs_whole and sequence.num_uncomputed_tokens > budget and lengths:
                 return  # a text longer than any budget runs alone
-            if (budget <= 0 and not waits) or self.reuse.num_missing_blocks(sequence, self._siblings(sequence))[0] > 0:
+            if budget <= 0 and not waits:
                 return
             self.sequences.start(sequence)
             if sequence.num_preemptions == 0:
                 self.count.prompt_tokens += sequence.num_prompt_tokens
             if not waits:
                 self.reuse.take(sequence, self._siblings(sequence))
+                if self.retention is not None:
+                    self.retention.started(sequence.request)
                 budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
+
+    def _first_with_room(self, in_background: bool) -> Sequence | None:
+        """The first waiting sequence, of the background or the others, if there are blocks for it. If it lacks only
+        those that are kept for sessions, some after it may go first."""
+        now, retention = self.count.steps, self.retention
+        first = self.sequences.waiting.best(now)
+        if first is None or first.is_background != in_background or not self._has_room(first):
+            return None
+        if retention is None or retention.may_take(first) or self._has_room(first, takes_kept=False):
+            return first
+        self._is_held_back = True
+        returned = [each for each in self.sequences.waiting if retention.has_returned(each)]
+        for sequence in returned + self.sequences.first(MOST_PASSING, self.sequences.waiting, now):
+            if sequence.is_background == in_background and self._has_room(
+                sequence, takes_kept=retention.may_take(sequence)
+            ):
+                return sequence
+        return None
+
+    def _has_room(self, sequence: Sequence, *, takes_kept: bool = True) -> bool:
+        """Whether there are blocks for a waiting sequence's tokens."""
+        return self.reuse.num_missing_blocks(sequence, self._siblings(sequence), takes_kept=takes_kept)[0] <= 0
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
         """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
@@ -514,6 +558,8 @@ class Scheduler:
                 if sibling.num_blocks == 0 and self.reuse.fork_source(sibling, self._siblings(sibling)) is sequence:
                     self.reuse.fork(sibling, sequence)
         self.sequences.forget(sequence)
+        if self.retention is not None:
+            self.retention.ended(sequence)
         if sequence.slot is not None:
             self._release(sequence)
         elif not self.persistence.unpark(sequence):

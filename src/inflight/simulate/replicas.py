@@ -97,7 +97,7 @@ class _Fleet:
         """Run all steps that begin before that time, and pass the router its events."""
         for engine in self.engines:
             while engine.has_unfinished_requests and engine.clock < time:
-                engine.step()
+                engine.step(time)
         while self._news and self._news[0].time <= time:
             self._tell(heappop(self._news))
 

@@ -14,6 +14,7 @@ drafting itself is not simulated.
 import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from math import inf
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.model_info import ModelInfo
@@ -141,6 +142,7 @@ class SimulatedEngine:
             can_share_prefixes=model is None or model.can_share_prefixes,
             layout=layout,
             speculator=self._speculation,
+            clock=lambda: self.clock,
         )
         self.pool = self.scheduler.block_pool
         self.log = RunLog(config.scheduling.max_num_seqs, self.pool.num_blocks)
@@ -184,12 +186,16 @@ class SimulatedEngine:
             arrival = ArrivalRecord(request.request_id, request.arrival, prompt, len(outputs), request.priority)
             self._watch.observe_arrival(arrival)
 
-    def step(self) -> bool:
-        """Simulate a step; False if there is nothing to do."""
+    def step(self, until: float = inf) -> bool:
+        """Simulate a step, or time in which all sequences wait for kept blocks, up to `until`; False if there is
+        nothing to do."""
         plan = self.scheduler.plan()
         if plan is not None:
             self._run(plan)
-        return plan is not None
+            return True
+        seconds = self.scheduler.idle_seconds
+        self.clock = min(self.clock + seconds, max(self.clock, until))
+        return seconds > 0
 
     def _run(self, plan: StepPlan) -> None:
         planned = None if self.observer is None else self._watch.observe_plan(plan)
@@ -215,8 +221,10 @@ class SimulatedEngine:
         if self.observer is not None and planned is not None:
             self.observer(self._watch.record(planned, self.log.num_steps - 1, start, seconds))
 
+        prefills = sum(length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1)
+        if self.scheduler.retention is not None and 2 * prefills > plan.num_tokens:
+            self.scheduler.retention.observe_prefill(prefills, seconds)
         if self._prefill_limit is not None:
-            prefills = sum(length for span in plan.spans if (length := span.length - span.num_draft_tokens) > 1)
             self._prefill_limit.observe(plan.num_tokens - prefills, prefills, seconds)
 
     def _tell_first_token(self, request_id: str) -> None:

@@ -1,16 +1,17 @@
 """`simulate`: requests on one simulated engine, on a virtual clock.
 
-With the policy "fcfs", the scheduler gets no more requests than it could admit in a step: its decisions are the same,
-and a million requests take no memory.
+With the policy "fcfs", the scheduler gets no more of a synthetic load than it could admit in a step: its decisions are
+the same, and a million requests take no memory.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from math import inf
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.step.record import StepRecord
 from inflight.observe.run_report import RunReport
-from inflight.simulate.requests import SimulatedRequest
+from inflight.simulate.requests import SimulatedRequest, SyntheticLoad
 from inflight.simulate.simulated_engine import AcceptanceRate, SimulatedEngine
 from inflight.simulate.step_cost import Cost
 
@@ -49,10 +50,10 @@ class Simulation:
         acceptance_rate: AcceptanceRate | None = None,
     ) -> None:
         self.engine = SimulatedEngine(config, cost, model, observer, acceptance_rate)
-        submits_all = (
-            config.scheduling.policy == "priority" or observer is not None
-        )  # records contain the number waiting
-        self._most_waiting = float("inf") if submits_all else config.scheduling.max_num_seqs
+        # Records contain the number waiting, and sessions are known by the times at which their requests arrive.
+        submits_all = observer is not None or not isinstance(requests, SyntheticLoad)
+        is_fcfs = config.scheduling.policy == "fcfs"
+        self._most_waiting = config.scheduling.max_num_seqs if is_fcfs and not submits_all else inf
         self._incoming = in_order(requests)
         self._next = next(self._incoming, None)
         self._began = 0.0 if self._next is None else self._next.arrival
@@ -62,7 +63,7 @@ class Simulation:
         engine = self.engine
         while True:
             self._submit_arrived()
-            if engine.step():
+            if engine.step(inf if self._next is None else self._next.arrival):
                 continue
             if self._next is not None and not engine.has_unfinished_requests:
                 engine.clock = self._next.arrival

@@ -34,7 +34,7 @@ from tests.coroutines import run
 from tests.server.operations.serving import client_of
 from tests.test_engine_process import INFO
 
-BLOCK_STATES = ("used", "cached", "free")
+BLOCK_STATES = ("used", "kept", "cached", "free")
 SOURCES = ("local_cache_hit", "local_compute")
 
 Samples = dict[str, float]
@@ -80,7 +80,7 @@ async def scrape(metrics: Metrics) -> Samples:
 
 def stats_of(num: int = 0, num_crashes: int = 0, num_running: int = 0) -> EngineStats:
     """Stats of an engine in which every count is `num`."""
-    return EngineStats(num, num, num, num, num, num, num_running, 2, 25, 25, 50, num_crashes)
+    return EngineStats(num, num, num, num, num, num, num_running, 2, 25, 25, 50, num_crashes, num_blocks_kept=10)
 
 
 Answers = dict[int, EngineStats | None]
@@ -258,7 +258,7 @@ def test_an_engine_that_does_not_answer_keeps_its_gauges_and_one_that_does_not_r
         ]
         assert state == [(1, 3, 0.25), (0, 3, 0.25), (0, 0, 0)]
         blocks = [[each[f"inflight:cache_blocks{{state={state}}}"] for state in BLOCK_STATES] for each in seen]
-        assert blocks == [[25, 25, 50], [25, 25, 50], [0, 0, 0]]
+        assert blocks == [[25, 10, 15, 50], [25, 10, 15, 50], [0, 0, 0, 0]]
         assert {each["vllm:prompt_tokens_total"] for each in seen} == {10}
 
     run(check())

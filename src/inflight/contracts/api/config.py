@@ -131,6 +131,8 @@ class PrefixCacheConfig:
         folder: a folder in which full blocks of the cache are kept, so that prefixes outlive the process and
             their eviction; several engines may share it. None: they are kept in memory only.
         size: the bytes that all files in it may have.
+        retention: the most seconds for which blocks of a session (requests whose prompts continue each other) are kept
+            for its next request, while others wait for them; 0: cached blocks are evicted by recency alone.
 
     Raises:
         ValueError: an option is unknown, out of range, or does not go with another.
@@ -139,6 +141,7 @@ class PrefixCacheConfig:
     enabled: bool = _flat("enable_prefix_caching", True)
     folder: Annotated[str, Meta(description="a folder's name")] | None = _flat("prefix_cache_dir", None)
     size: Positive = _flat("prefix_cache_size", 20 * 2**30)
+    retention: Annotated[float, Meta(ge=0, le=86400)] = _flat("prefix_retention", 300.0)
 
     def __post_init__(self) -> None:
         if self.folder is not None and not self.enabled:

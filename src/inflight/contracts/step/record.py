@@ -105,6 +105,7 @@ class EngineStats:
         num_restored_tokens: tokens whose keys and values came from `prefix_cache_dir`.
         num_running, num_waiting: sequences with and without a slot.
         num_blocks_used, num_blocks_cached, num_blocks_free: see `BlockPool`.
+        num_blocks_kept: how many of the cached ones are kept for sessions (`Retention`).
         num_crashes: number of restarts after a crash; everything else counts from the last start.
         num_step_tokens: tokens computed by all steps.
         num_steps_by_size: steps by number of tokens, one count for each bucket of `STEP_SIZES`, and one for larger
@@ -128,6 +129,7 @@ class EngineStats:
     num_accepted_tokens: int = 0
     num_restored_tokens: int = 0
     num_step_tokens: int = 0
+    num_blocks_kept: int = 0
     num_steps_by_size: tuple[int, ...] = (0,) * (len(STEP_SIZES) + 1)
 
     @property

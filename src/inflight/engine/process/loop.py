@@ -137,7 +137,8 @@ class _Loop:
         """The next queued commands; when idle, wait for one."""
         try:
             for _ in range(MOST_AT_ONCE):
-                yield self.commands.get(block=not self.engine.has_unfinished_requests)
+                seconds = self.engine.idle_seconds
+                yield self.commands.get(block=seconds != 0, timeout=seconds)
         except queue.Empty:
             return
 

@@ -50,7 +50,7 @@ class EngineMetrics:
             self._gauge(name, "Share of the cache's blocks that sequences hold; 1 means all.")
             for name in ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the latter in older dashboards
         ]
-        what = "Blocks of the cache: used by sequences, cached for prefixes to come, or free."
+        what = "Blocks of the cache: used by sequences, kept for a session's return, cached for others, or free."
         self._blocks = Gauge("inflight:cache_blocks", what, [*LABELS, "state"], registry=registry)
         self._counters = [(field, self._counter(name, what)) for name, field, what in ENGINE_COUNTERS]
         what = "Prompt tokens of admitted sequences, by where their keys and values came from."
@@ -101,7 +101,7 @@ class EngineMetrics:
             elif number not in stats:
                 for gauge in (self._num_running, self._num_waiting, *self._cache_usage):
                     self._labelled(gauge, number).set(0)
-                self._set_blocks(number, 0, 0, 0)
+                self._set_blocks(number, 0, 0, 0, 0)
         if num_crashes > self._num_crashes_seen:
             self._num_crashes.inc(num_crashes - self._num_crashes_seen)
             self._num_crashes_seen = num_crashes
@@ -112,7 +112,8 @@ class EngineMetrics:
         num_blocks = stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free
         for gauge in self._cache_usage:
             self._labelled(gauge, number).set(stats.num_blocks_used / max(1, num_blocks))
-        self._set_blocks(number, stats.num_blocks_used, stats.num_blocks_cached, stats.num_blocks_free)
+        kept = stats.num_blocks_kept
+        self._set_blocks(number, stats.num_blocks_used, kept, stats.num_blocks_cached - kept, stats.num_blocks_free)
         before = self._last.get(number)
         if before is not None and _is_another_engine(before, stats):
             before = None
@@ -127,7 +128,7 @@ class EngineMetrics:
         self._last[number] = stats
 
     def _set_blocks(self, number: int, *counts: int) -> None:
-        for state, count in zip(("used", "cached", "free"), counts, strict=True):
+        for state, count in zip(("used", "kept", "cached", "free"), counts, strict=True):
             self._blocks.labels(self._model_name, str(number), state).set(count)
 
     def _labelled(self, gauge: Gauge, number: int) -> Gauge:

@@ -168,7 +168,7 @@ function Engine({ engine, title, slots, about, opened, onOpen }) {
         <h3>Cache <span class="faint">${whole(stats.num_blocks_used + stats.num_blocks_cached + stats.num_blocks_free)} blocks</span></h3>
         <${Canvas} height=${110} draw=${drawBlocks(blocks)} version=${engine.blocksVersion} label=${`Cache: ${stats.num_blocks_used} blocks used, ${shared} of them shared, ${stats.num_blocks_cached} cached, ${stats.num_blocks_free} free`} />
         <p class="legend"><span><i class="swatch decode"></i>used ${whole(stats.num_blocks_used - shared)}</span><span><i class="swatch shared"></i>shared ${whole(shared)}</span>
-          <span><i class="swatch cached"></i>cached ${whole(stats.num_blocks_cached)}</span><span><i class="swatch lane"></i>free ${whole(stats.num_blocks_free)}</span></p>
+          <span><i class="swatch cached"></i>cached ${whole(stats.num_blocks_cached)}${stats.num_blocks_kept ? `, of them kept for sessions ${whole(stats.num_blocks_kept)}` : ""}</span><span><i class="swatch lane"></i>free ${whole(stats.num_blocks_free)}</span></p>
       </section>
     </div>
   </section>`;

@@ -1,0 +1,228 @@
+"""`Retention`: keeps the cached blocks of sessions that will probably return soon.
+
+A *session* is a chain of requests whose prompts each continue the one before: an agent that sends its history again
+with the results of its tools. While a tool runs, nothing refers to the session's blocks, and by recency alone a few
+other long prompts would evict them. Here they are kept for a while, in which requests that would need them wait.
+
+How long follows from what the session would lose and from how long it was away before. Keeping blocks for `t` seconds
+saves `gain` seconds if the session returns by then, and costs others up to `t` (Continuum, arXiv 2511.02230). The gain
+is the time to compute its tokens again, and to wait for blocks as other requests do. Its own pauses count, or those of
+all sessions while it has few.
+
+Kept blocks are bounded in number and in time, are used last but before a sequence is preempted, and are never kept from
+a request of better priority. Owns no block. Pure but for the clock that it is given.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from math import inf
+
+from inflight.contracts.step.block_hash import block_hashes
+from inflight.scheduling.block_pool import BlockPool
+from inflight.scheduling.prefix_cache import PrefixNode, hash_of
+from inflight.scheduling.sequence import Request, Sequence
+
+LARGEST_SHARE = 0.9
+"""The most of the cache that kept blocks may be."""
+
+LEAST_SECONDS = 0.2
+"""Sessions whose tokens take less time to compute are not followed."""
+
+MAX_SESSIONS = 256
+MAX_PAUSES = 32
+ENOUGH_PAUSES = 5
+"""From so many pauses on, a session's own decide."""
+
+SLACK = 1.25
+"""The next pause may be longer than those that were seen."""
+
+SMOOTHING = 0.2
+"""Weight of the newest measurement in a running average."""
+
+
+def seconds_to_keep(pauses: Iterable[float], gain: float) -> float:
+    """Return the time for which keeping blocks pays most: 0, or one of the pauses.
+
+    Args:
+        pauses: of earlier requests, in seconds; one that has never ended is infinite. One more of them is assumed.
+        gain: the seconds that are saved if the session returns in time.
+    """
+    in_order = sorted(pauses)
+    best, best_seconds, passed = 0.0, 0.0, 0.0
+    for number, pause in enumerate(in_order, 1):
+        if pause == inf:
+            break
+        passed += pause
+        value = number * gain - passed - (len(in_order) + 1 - number) * pause
+        if value > best:
+            best, best_seconds = value, pause
+    return best_seconds
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """A chain of requests.
+
+    Attributes:
+        key: the block hash of its last request's prompt.
+        ended: when that request did.
+        priority: of that request.
+        pauses: the seconds between its requests.
+        kept_until: when its blocks are kept no longer.
+        blocks: the kept blocks, and how often each had been taken.
+    """
+
+    key: bytes = b""
+    ended: float = 0.0
+    priority: int = 0
+    pauses: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_PAUSES))
+    kept_until: float = 0.0
+    blocks: dict[int, int] = field(default_factory=dict)
+
+
+class Retention:
+    """Follows the sessions of one scheduler.
+
+    Args:
+        block_pool: the cache's blocks.
+        most_seconds: the longest time for which blocks are kept, and for which a request waits for kept ones.
+        clock: the time in seconds.
+    """
+
+    def __init__(self, block_pool: BlockPool, most_seconds: float, clock: Callable[[], float]) -> None:
+        self._pool, self._most_seconds, self._clock = block_pool, most_seconds, clock
+        self._sessions: OrderedDict[bytes, Session] = OrderedDict()  # away; the first has been so for longest
+        self._returned: dict[str, Session] = {}  # by the request that continues it
+        self._arrived: dict[str, float] = {}  # of requests that wait to start
+        self._keeping: list[Session] = []
+        self._pauses: deque[float] = deque(maxlen=2 * MAX_PAUSES)  # of all sessions
+        self._wait = 0.0  # seconds that requests waited for their start lately
+        self._seconds_per_token: float | None = None
+
+    def observe_prefill(self, num_tokens: int, seconds: float) -> None:
+        """A step of mostly prefill took this time."""
+        per_token = seconds / num_tokens
+        known = per_token if self._seconds_per_token is None else self._seconds_per_token
+        self._seconds_per_token = known + SMOOTHING * (per_token - known)
+
+    # ------------------------------------------------------------------------------------- requests
+
+    def arrived(self, sequence: Sequence) -> None:
+        """The first sequence of a request was submitted."""
+        request, now = sequence.request, self._clock()
+        self._arrived[request.request_id] = now
+        found = None
+        if self._sessions:
+            hashes = block_hashes(request.prompt_token_ids, self._pool.block_size, sequence.root)
+            found = next((each for each in reversed(list(hashes)) if each in self._sessions), None)
+        if found is not None:
+            session = self._returned[request.request_id] = self._sessions.pop(found)
+            session.pauses.append(now - session.ended)
+            self._pauses.append(now - session.ended)
+
+    def started(self, request: Request) -> None:
+        """A sequence of a request has taken its slot, and all cached blocks of its prompt."""
+        if (arrived := self._arrived.pop(request.request_id, None)) is None:
+            return
+        if (session := self._returned.get(request.request_id)) is not None:
+            self._release(session)
+        else:
+            self._wait += SMOOTHING * (self._clock() - arrived - self._wait)
+
+    def ended(self, sequence: Sequence) -> None:
+        """A sequence has ended, and still has its blocks. Keep them, if that pays."""
+        request = sequence.request
+        if sequence.index > 0 or request.text is not None:
+            return
+        self._arrived.pop(request.request_id, None)
+        session = self._returned.pop(request.request_id, None) or Session()
+        if sequence.finish_reason in ("abort", "error"):
+            if session.key:  # the client may try again
+                session.pauses.pop()
+                self._sessions[session.key] = session
+            return
+        seconds = len(sequence.token_ids) * (self._seconds_per_token or 0.0)
+        number, node = sequence.num_known_blocks, sequence.parent
+        while number > sequence.num_prompt_tokens // self._pool.block_size and isinstance(node, PrefixNode):
+            number, node = number - 1, node.key[0]
+        if seconds < LEAST_SECONDS or not isinstance(node, PrefixNode):
+            return
+        session.key, session.ended, session.priority = hash_of(node), self._clock(), request.priority
+        self._sessions[session.key] = session
+        self._sessions.move_to_end(session.key)
+        if len(self._sessions) > MAX_SESSIONS:
+            self._forget_first()
+        gain, known = seconds + self._expected_wait, session.pauses
+        if len(known) < ENOUGH_PAUSES:
+            known = self._pauses
+        longest = SLACK * seconds_to_keep(known, gain) if known else gain
+        self._keep(session, sequence, min(longest, self._most_seconds))
+
+    @property
+    def _expected_wait(self) -> float:
+        """How long a request probably waits for its start, if its blocks are not kept."""
+        waiting = (arrived for each, arrived in self._arrived.items() if each not in self._returned)
+        return max(self._wait, self._clock() - min(waiting, default=inf))
+
+    def _keep(self, session: Session, sequence: Sequence, seconds: float) -> None:
+        """Keep the first blocks of a session, as many as may be kept."""
+        if seconds == 0:
+            return
+        room = int(LARGEST_SHARE * self._pool.num_blocks) - sum(len(each.blocks) for each in self._keeping)
+        blocks = (block for row in zip(*sequence.block_tables, strict=True) for block in row)
+        known = (block for block in blocks if self._pool.node_of(block) is not None)
+        session.blocks = {block: self._pool.num_times_taken(block) for block in islice(known, max(room, 0))}
+        session.kept_until = session.ended + seconds
+        for block in session.blocks:
+            self._pool.keep(block)
+        self._keeping.append(session)
+
+    def _release(self, session: Session) -> None:
+        """Keep a session's blocks no longer: the last ones are evicted first."""
+        if session not in self._keeping:
+            return
+        self._keeping.remove(session)
+        for block, number in reversed(session.blocks.items()):
+            if self._pool.num_times_taken(block) == number:
+                self._pool.unkeep(block)
+        session.blocks = {}
+
+    def _forget_first(self) -> None:
+        _, session = self._sessions.popitem(last=False)
+        self._pauses.append(inf)
+        self._release(session)
+
+    # ------------------------------------------------------------------------------------- waiting
+
+    def expire(self) -> None:
+        """Forget what has been kept for its time."""
+        now = self._clock()
+        for session in [each for each in self._keeping if each.kept_until <= now]:
+            self._release(session)
+        while self._sessions and next(iter(self._sessions.values())).ended + self._most_seconds <= now:
+            self._forget_first()
+
+    def may_take(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence may take kept blocks."""
+        request_id = sequence.request.request_id
+        arrived = self._arrived.get(request_id)
+        return (
+            not self._keeping
+            or arrived is None
+            or self._clock() - arrived >= self._most_seconds
+            or self.has_returned(sequence)
+            or all(sequence.request.priority < session.priority for session in self._keeping)
+        )
+
+    def has_returned(self, sequence: Sequence) -> bool:
+        """Whether a sequence continues a session whose blocks are kept."""
+        return self._returned.get(sequence.request.request_id) in self._keeping
+
+    @property
+    def seconds_left(self) -> float:
+        """The time after which a request that waits for kept blocks may start, if nothing else happens."""
+        now, ends = self._clock(), [session.kept_until for session in self._keeping]
+        ends += [arrived + self._most_seconds for arrived in self._arrived.values()]
+        return min((end - now for end in ends if end > now), default=0.0)

@@ -103,7 +103,8 @@ def test_a_plan_is_plain_data() -> None:
 @pytest.mark.parametrize("name", ["rwkv", "gpt2"])
 @pytest.mark.thorough
 def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """There is one model-owned cache per running sequence, and none after the last has ended."""
+    """There is one model-owned cache per running sequence, and none after the last has ended, unless later requests may
+    continue it."""
     caches: list[weakref.ref[Any]] = []
     cache_of = ModelCall.cache_of
 
@@ -114,7 +115,8 @@ def test_no_cache_is_kept_for_sequences_that_have_ended(name: str, monkeypatch: 
         return cache
 
     model = zoo.build(name) if name == "gpt2" else others.build(name)
-    engine = Engine(model, EngineConfig(executor="sequential", max_num_seqs=4, num_blocks=200))
+    config = EngineConfig(executor="sequential", max_num_seqs=4, num_blocks=200, enable_prefix_caching=False)
+    engine = Engine(model, config)
     monkeypatch.setattr(ModelCall, "cache_of", watched)
 
     def num_held() -> int:

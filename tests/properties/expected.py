@@ -1,5 +1,6 @@
 """What must be true of sequences and slots, stated as simply as possible."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from inflight.contracts.api.config import BACKGROUND
@@ -28,8 +29,11 @@ class Sizes:
     drafting: int | None = None
     """The seed of random draft tokens; None: there are none."""
     storing: int | None = None
-    retention: int | None = None
     """The seed of a store outside of the cache; None: there is none."""
+    retention: int | None = None
+    """The most seconds for which blocks are kept for sessions; None: they are not."""
+    sharing: bool = True
+    """Whether sequences can share blocks; if not, they continue ended ones."""
 
     @property
     def layout(self) -> CacheLayout:
@@ -139,15 +143,24 @@ class Lanes:
         self.reported_in_vain: set[int] = set()
         """Slots reported by a discarded step, which have to be reported again."""
 
-    def take_in(self, plan: StepPlan, running: list[Expected], readmitted: set[int]) -> None:
+    def take_in(
+        self,
+        plan: StepPlan,
+        running: list[Expected],
+        readmitted: set[int],
+        left: Mapping[int, int | None] | None = None,
+    ) -> None:
         """Follow a plan, and check that it releases the slots that were given up since the last plan.
 
         `readmitted`: slots of sequences that were preempted and admitted again by this plan, perhaps to the same one.
+        `left`: the slots of ended sequences that later ones may continue, by the ended ones; None: blocks are shared.
         """
         now = {each.sequence.slot: each.sequence_id for each in running}
         assert len(now) == len(running), "no slot is given twice"
-        given_up = {slot for slot, owner in self.owners.items() if now.get(slot) != owner}
         released = set(plan.released_slots)
+        given_up = {s for s, owner in self.owners.items() if now.get(s) != owner and owner not in (left or ())}
+        if left is not None:
+            given_up -= {each.sequence.slot for each in running if each.sequence.num_computed_tokens} - released
         assert len(released) == len(plan.released_slots)
         given_up |= self.reported_in_vain
         assert given_up <= released <= given_up | readmitted
@@ -155,4 +168,5 @@ class Lanes:
         for span in plan.spans:
             assert 0 <= span.slot < self.num_slots
             assert now[span.slot] == span.sequence_id
-        self.owners = {slot: owner for slot, owner in now.items() if slot is not None}
+        held = [*now.items(), *((slot, owner) for owner, slot in (left or {}).items())]
+        self.owners = {slot: owner for slot, owner in held if slot is not None}

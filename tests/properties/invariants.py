@@ -49,6 +49,7 @@ def check_blocks(world: "World") -> None:
         ended = [each.sequence for each in world.hit if each.finish_reason is not None]
         assert all(sequence.slot is not None and sequence.num_blocks for sequence in ended)
         tables += [sequence.block_tables for sequence in ended]
+    tables += [sequence.block_tables for sequence in world.left()]
     tables += [restoration.tables for restoration in world.scheduler.persistence._restorations]
     world.pool.check(tables)
     held = {block for of_sequence in tables for table in of_sequence for block in table}
@@ -91,7 +92,7 @@ def check_contents(world: "World") -> None:
             first = world.sizes.first_seen(group, num_computed)
             expected = [of_group(place, group) for place in world.past(each, num_computed)[first:]]
             assert world.cache.read(table, first, num_computed) == expected
-            if world.sizes.prefix_caching:
+            if world.sizes.prefix_caching and world.sizes.sharing:
                 for index in range(num_computed // world.pool.block_size):
                     if table[index] != NO_BLOCK:
                         node = world.pool.node_of(table[index])

@@ -22,8 +22,10 @@ def random_sizes(rng: random.Random) -> Sizes:
     """Sizes so small that every resource runs out frequently."""
     budget = rng.randint(1, 24)
     windows = rng.choice([(None,), (None,), (None, rng.randint(1, 8)), (None, 3, 3), (rng.randint(1, 8),), (6, 11)])
+    sharing = windows != (None,) or rng.random() < 0.7
     return Sizes(
         windows=windows,
+        sharing=sharing,
         num_blocks=rng.randint(1, 16) * len(windows),
         block_size=rng.randint(1, 5),
         max_num_seqs=rng.randint(1, 7),

@@ -28,8 +28,9 @@ beginnings = st.sampled_from([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4])
 """The common prefixes of prompts."""
 
 
-def make_sizes(windows: tuple[int | None, ...], blocks_per_group: int, **others: Any) -> Sizes:
-    return Sizes(windows=windows, num_blocks=blocks_per_group * len(windows), **others)
+def make_sizes(windows: tuple[int | None, ...], blocks_per_group: int, sharing: bool, **others: Any) -> Sizes:
+    sharing = sharing or windows != (None,)
+    return Sizes(windows=windows, num_blocks=blocks_per_group * len(windows), sharing=sharing, **others)
 
 
 sizes = st.builds(
@@ -48,6 +49,7 @@ sizes = st.builds(
     drafting=st.none() | st.integers(0, 1 << 30),
     storing=st.none() | st.integers(0, 1 << 30),
     retention=st.none() | st.integers(1, 40),
+    sharing=st.sampled_from([True, True, False]),
 )
 
 shapes = {

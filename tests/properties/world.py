@@ -15,7 +15,7 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, Root
 from inflight.scheduling.retention import Retention
 from inflight.scheduling.scheduler import Limits, Scheduler
-from inflight.scheduling.sequence import Request
+from inflight.scheduling.sequence import Request, Sequence
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check
 from tests.properties.model_cache import ModelCache, Place
@@ -52,6 +52,7 @@ class World:
             ),
             aging_steps=sizes.aging_steps,
             enable_prefix_caching=sizes.prefix_caching,
+            sharing="blocks" if sizes.sharing else "slots",
             speculator=None if sizes.drafting is None else RandomSpeculator(sizes.drafting),
             block_store=self.store,
             retention=retention,
@@ -143,7 +144,8 @@ class World:
         decodes = [each for each in decodes if each not in preempted]
         blocks_came_late = any(each.is_background for each in preempted)
         check_budget(self, plan, decodes, blocks_came_late or (bool(preempted) and not admitted))
-        self.lanes.take_in(plan, self.running(), readmitted)
+        left = None if self.sizes.sharing else {each.sequence_id: each.slot for each in self.left()}
+        self.lanes.take_in(plan, self.running(), readmitted, left)
         self.preempted_in_vain.clear()
         self.runners[1].take_in(plan)
         self.num_plans += 1
@@ -278,6 +280,11 @@ class World:
             self.store.advance()
             self.reached["blocks loaded"] = self.store.num_loaded
 
+    def left(self) -> list[Sequence]:
+        """The ended sequences that later ones may continue."""
+        resumption = self.scheduler._resumption
+        return [] if resumption is None else list(resumption._ended.values())
+
     def waiting(self) -> list[Expected]:
         """The sequences that could have a slot, if there was one."""
         parked = {each.sequence_id for each in self.scheduler.persistence.parked()}
@@ -298,6 +305,9 @@ class World:
 
     def check_that_nothing_is_held(self) -> None:
         """After every sequence has ended and its slot was released, no runner holds anything."""
+        for each in self.left():
+            assert self.scheduler._resumption is not None
+            self.scheduler._give_back(self.scheduler._resumption.take(each))
         release = self.scheduler.plan_release()
         assert self.scheduler.plan_release() is None
         if release is not None:
@@ -347,7 +357,8 @@ class World:
                 num_shared = len(each.request.prompt_token_ids) - 1
                 sources = self.siblings(each) or [other for other in preempted if other.request is each.request]
                 is_fork = num_found == num_shared and sources
-                assert is_fork or (self.sizes.prefix_caching and num_found % self.sizes.block_size == 0)
+                is_whole = num_found % self.sizes.block_size == 0 or not self.sizes.sharing
+                assert is_fork or (self.sizes.prefix_caching and is_whole)
                 self.reached["sequences that found something computed"] += 1
                 each.num_computed = num_found
 

@@ -97,8 +97,7 @@ class Engine:
         self.scheduler = Scheduler.from_config(
             config,
             info.num_blocks,
-            info.recompute_beyond,
-            can_share_prefixes=info.can_share_prefixes,
+            info,
             layout=self.runner.cache_layout,
             speculator=self._speculation,
             block_store=self._store,

@@ -60,7 +60,7 @@ class Reuse:
             num_tokens = sequence.num_known_blocks * block_size
             blocks = list(zip(*(node.blocks for node in nodes), strict=True))
             self.block_pool.share(sequence.block_tables, num_tokens, blocks)
-            self._take_over(sequence, num_tokens)
+            self.take_over(sequence, num_tokens)
         if (source := self.fork_source(sequence, siblings)) is not None:
             self.fork(sequence, source)
 
@@ -125,7 +125,7 @@ class Reuse:
             parent, num_known = parent.key[0], num_known - 1
         if num_known > sequence.num_known_blocks:
             sequence.parent, sequence.num_known_blocks = parent, num_known
-        self._take_over(sequence, num_tokens)
+        self.take_over(sequence, num_tokens)
 
     def num_missing_blocks(
         self, sequence: Sequence, siblings: Iterable[Sequence], *, takes_kept: bool = True
@@ -155,7 +155,7 @@ class Reuse:
         shared = {block for row in seen for block in row if is_shared(block)}
         return num_missing - len(shared), shared
 
-    def _take_over(self, sequence: Sequence, num_tokens: int) -> None:
+    def take_over(self, sequence: Sequence, num_tokens: int) -> None:
         """Count the first `num_tokens` tokens of a sequence as computed by others."""
         num_new = num_tokens - sequence.num_computed_tokens
         if num_new == 0:

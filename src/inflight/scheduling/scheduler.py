@@ -16,7 +16,8 @@ A sequence that gets a prefill span is not preempted in the same plan: prefills 
 last to first. So a later sequence can rely on blocks that an earlier one computes in the same step.
 
 Before a sequence computes anything, it takes cached blocks (`Reuse`). The rest of the budget may go to draft tokens
-(`DraftPlanner`). Cached blocks of a session that will soon return may be kept for it (`Retention`).
+(`DraftPlanner`). Cached blocks of a session that will soon return may be kept for it (`Retention`). Where blocks cannot
+be shared, it may continue an ended sequence instead (`Resumption`).
 
 Iteration-level scheduling is Orca's (Yu et al., OSDI 2022); blocks, forks and preemption by recomputation are vLLM's
 (Kwon et al., SOSP 2023); prompts in chunks beside decodes are Sarathi's (Agrawal et al., 2023). Pure and deterministic:
@@ -27,9 +28,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from inflight.contracts.api.config import EngineConfig
+from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.outputs import FinishReason
 from inflight.contracts.step.cache_layout import CacheLayout
 from inflight.contracts.step.plan import NO_BLOCK, Span, StepPlan
@@ -37,6 +39,7 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.draft_tokens import DraftPlanner, Speculator, num_accepted_tokens
 from inflight.scheduling.persistence import BlockStore, Persistence
 from inflight.scheduling.plan_making import make_plan
+from inflight.scheduling.resumption import Resumption
 from inflight.scheduling.retention import Retention
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
@@ -104,7 +107,7 @@ class Scheduler:
         aging_steps: steps after which a waiting sequence gains one priority; None: first come, first
             served.
         enable_prefix_caching: whether blocks are found by content.
-        can_share_prefixes: whether a sequence can continue from another's blocks.
+        sharing: what a sequence can continue from: "blocks" of others, the "slots" of ended ones, or "nothing".
         speculator: proposes draft tokens; None: no speculation.
         block_store: keeps blocks outside the cache; None: no store.
         retention: keeps blocks for sessions; None: cached blocks are evicted by recency alone.
@@ -123,7 +126,7 @@ class Scheduler:
         *,
         aging_steps: int | None = None,
         enable_prefix_caching: bool = True,
-        can_share_prefixes: bool = True,
+        sharing: Literal["blocks", "slots", "nothing"] = "blocks",
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
         retention: Retention | None = None,
@@ -134,8 +137,9 @@ class Scheduler:
         self.count = Counters()
         num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
         self.sequences = Sequences(ServiceOrder(aging_steps), num_slots)
-        self.reuse = Reuse(block_pool, enable_prefix_caching, limits.recompute_beyond, can_share=can_share_prefixes)
+        self.reuse = Reuse(block_pool, enable_prefix_caching, limits.recompute_beyond, can_share=sharing == "blocks")
         self.retention = retention if self.reuse.enable_prefix_caching else None
+        self._resumption = Resumption() if enable_prefix_caching and sharing == "slots" else None
         store = block_store if self.reuse.enable_prefix_caching else None
         self.persistence = Persistence(store, block_pool, self.reuse.find)
         if store is not None:
@@ -153,10 +157,9 @@ class Scheduler:
         cls,
         config: EngineConfig,
         num_blocks: int,
-        recompute_beyond: int | None = None,
+        model: ModelInfo | None = None,
         *,
         layout: CacheLayout | None = None,
-        can_share_prefixes: bool = True,
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
         clock: Callable[[], float] | None = None,
@@ -164,8 +167,8 @@ class Scheduler:
         """A scheduler for an engine's configuration, with a new pool of `num_blocks` blocks.
 
         Args:
+            model: what it can share, and when it recomputes; None: it shares blocks, and never does.
             layout: how sequences lie in the cache; None: all of their tokens, in one cache group.
-            recompute_beyond: see `Limits`.
             clock: the time in seconds, for `Retention`; None: there is none. The others are as in `Scheduler`.
         """
         limits = Limits(
@@ -173,8 +176,9 @@ class Scheduler:
             max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
             max_prefill_tokens_per_step=config.scheduling.max_prefill_tokens_per_step,
             background_tokens_per_step=config.scheduling.background_tokens_per_step,
-            recompute_beyond=recompute_beyond,
+            recompute_beyond=None if model is None else model.recompute_beyond,
         )
+        shares_blocks = model is None or model.can_share_prefixes
         layout = layout or CacheLayout(config.kv_cache.block_size, max_span=config.scheduling.max_num_batched_tokens)
         pool, most_seconds = BlockPool(num_blocks, layout), config.prefix_cache.retention
         return cls(
@@ -182,7 +186,7 @@ class Scheduler:
             limits,
             aging_steps=config.scheduling.aging_steps if config.scheduling.policy == "priority" else None,
             enable_prefix_caching=config.prefix_cache.enabled,
-            can_share_prefixes=can_share_prefixes,
+            sharing="blocks" if shares_blocks else "slots" if model and model.can_resume else "nothing",
             speculator=speculator,
             block_store=block_store,
             retention=None if clock is None or not most_seconds else Retention(pool, most_seconds, clock),
@@ -261,6 +265,8 @@ class Scheduler:
             self.retention.expire()
         lengths: dict[Sequence, int] = {}
         self._num_scorable_tokens = self.limits.max_scored_tokens
+        if (best := self.sequences.waiting.best(self.count.steps)) is not None:
+            self._release_ended_for(best)
         running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
         self._make_room_for_the_best(running)
         budget, num_preemptions = self.limits.max_num_batched_tokens, self.count.preemptions
@@ -418,13 +424,13 @@ class Scheduler:
         A sequence that waits for a sibling's prompt needs no budget, but must have its slot when the prompt is
         computed.
         """
-        while self.sequences.slots.num_free and (sequence := self._first_with_room(in_background)) is not None:
+        while (sequence := self._first_with_room(in_background)) is not None:
             waits = self._waits_for_sibling(sequence)
             if sequence.request.runs_whole and sequence.num_uncomputed_tokens > budget and lengths:
                 return  # a text longer than any budget runs alone
             if budget <= 0 and not waits:
                 return
-            self.sequences.start(sequence)
+            self._take_slot(sequence)
             if sequence.num_preemptions == 0:
                 self.count.prompt_tokens += sequence.num_prompt_tokens
             if not waits:
@@ -438,7 +444,11 @@ class Scheduler:
         those that are kept for sessions, some after it may go first."""
         now, retention = self.count.steps, self.retention
         first = self.sequences.waiting.best(now)
-        if first is None or first.is_background != in_background or not self._has_room(first):
+        if first is None or first.is_background != in_background:
+            return None
+        if (ended := self._release_ended_for(first)) is None and not self.sequences.slots.num_free:
+            return None
+        if not self._has_room(first, num_blocks=0 if ended is None else ended.num_blocks):
             return None
         if retention is None or retention.may_take(first) or self._has_room(first, takes_kept=False):
             return first
@@ -451,9 +461,36 @@ class Scheduler:
                 return sequence
         return None
 
-    def _has_room(self, sequence: Sequence, *, takes_kept: bool = True) -> bool:
-        """Whether there are blocks for a waiting sequence's tokens."""
-        return self.reuse.num_missing_blocks(sequence, self._siblings(sequence), takes_kept=takes_kept)[0] <= 0
+    def _has_room(self, sequence: Sequence, *, takes_kept: bool = True, num_blocks: int = 0) -> bool:
+        """Whether there are blocks for a waiting sequence's tokens, besides `num_blocks` that it will have."""
+        missing, _ = self.reuse.num_missing_blocks(sequence, self._siblings(sequence), takes_kept=takes_kept)
+        return missing <= num_blocks
+
+    def _release_ended_for(self, sequence: Sequence) -> Sequence | None:
+        """Return the ended sequence that a waiting one can continue, if any, and release others while it lacks a slot
+        or blocks."""
+        if (resumption := self._resumption) is None:
+            return None
+        ended = resumption.find(sequence)
+        num_blocks = 0 if ended is None else ended.num_blocks
+        while (ended is None and not self.sequences.slots.num_free) or not self._has_room(
+            sequence, num_blocks=num_blocks
+        ):
+            if (other := resumption.take_first(but=ended)) is None:
+                break
+            self._give_back(other)
+        return ended
+
+    def _take_slot(self, sequence: Sequence) -> None:
+        """Move a waiting sequence to a slot: that of an ended one that it continues, or a free one."""
+        ended = None if self._resumption is None else self._resumption.find(sequence)
+        if ended is None or self._resumption is None:
+            self.sequences.start(sequence)
+            return
+        self.sequences.start(sequence, self._resumption.take(ended).slot)
+        sequence.block_tables, ended.block_tables, ended.slot = ended.block_tables, sequence.block_tables, None
+        self.block_pool.shrink(sequence.block_tables, ended.num_computed_tokens)
+        self.reuse.take_over(sequence, ended.num_computed_tokens)
 
     def _longest_span(self, sequence: Sequence, budget: int) -> int:
         """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
@@ -468,6 +505,9 @@ class Scheduler:
         which may be the sequence itself. Returns the change of budget: preempted sequences return theirs."""
         num_returned = 0
         while sequence.slot is not None and not self._grow(sequence, length):
+            if self._resumption is not None and (ended := self._resumption.take_first()) is not None:
+                self._give_back(ended)
+                continue
             victim = victims.pop()
             num_returned += lengths.pop(victim, 0)
             self._preempt(victim)
@@ -534,14 +574,19 @@ class Scheduler:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
         self.reuse.step_succeeded()
+        ends = {span.sequence_id: span.end - span.num_draft_tokens for span in plan.spans}
         for sequence in self._released_at_commit:
-            self._give_back(sequence)
+            sequence.num_computed_tokens = ends[sequence.sequence_id]
+            self._leave(sequence)
         self._released_at_commit.clear()
 
     def _release_failed_step(self, plan: StepPlan) -> None:
         """The step in flight failed: sequences that relied on it start over, and its slot changes are announced again,
         since the runner may not have applied them."""
         self.sequences.slots.undo([each.slot for each in plan.assignments], plan.released_slots)
+        for ended in self._released_at_commit:
+            self._give_back(ended)
+        self._released_at_commit.clear()
         changed = self.reuse.step_failed()
         self._release_step(plan)
         for span in plan.spans:
@@ -570,6 +615,14 @@ class Scheduler:
         del self.sequences.running[sequence.sequence_id]
         if self._in_flight is not None and any(s.sequence_id == sequence.sequence_id for s in self._in_flight.spans):
             self._released_at_commit.append(sequence)
+        else:
+            self._leave(sequence)
+
+    def _leave(self, sequence: Sequence) -> None:
+        """A sequence runs no longer: keep it for a later one to continue, or free its slot and blocks."""
+        has_ended = sequence.finish_reason not in (None, "error") and sequence.request.text is None
+        if self._resumption is not None and has_ended and sequence.num_computed_tokens:
+            self._resumption.keep(sequence)
         else:
             self._give_back(sequence)
 

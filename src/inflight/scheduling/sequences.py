@@ -212,10 +212,10 @@ class Sequences:
         """The first in this order."""
         return nsmallest(number, group, key=lambda sequence: self.order.rank(sequence, now))
 
-    def start(self, sequence: Sequence) -> None:
-        """Move a waiting sequence to a free slot."""
+    def start(self, sequence: Sequence, slot: int | None = None) -> None:
+        """Move a waiting sequence to a slot, which an ended one had until now; None: to a free one."""
         self.waiting.remove(sequence)
-        sequence.slot = self.slots.take()
+        sequence.slot = self.slots.take() if slot is None else slot
         self.running[sequence.sequence_id] = sequence
 
     def forget(self, sequence: Sequence) -> None:

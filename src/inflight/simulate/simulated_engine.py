@@ -138,8 +138,7 @@ class SimulatedEngine:
         self.scheduler = Scheduler.from_config(
             config,
             enough_blocks(config, layout),
-            None if model is None else model.recompute_beyond,
-            can_share_prefixes=model is None or model.can_share_prefixes,
+            model,
             layout=layout,
             speculator=self._speculation,
             clock=lambda: self.clock,

@@ -39,6 +39,7 @@ class ModelInfo:
         max_model_len: the most tokens that a sequence can have.
         recompute_beyond: a sequence that grows past this length is recomputed (LongRoPE); None: no such length.
         can_share_prefixes: whether a sequence can reuse another's blocks (prefix cache, forks).
+        can_resume: otherwise, whether it can go on from the state of an ended one, in that one's slot.
         cache_groups: which tokens of a sequence each group of layers keeps.
         max_cached_len: the longest sequence that the cache has room for.
         kv_bytes_per_token: cache memory of one token in all layers.
@@ -92,6 +93,7 @@ class ModelInfo:
     speculation: str = "off"
     pooling: PoolingPlan | None = None
     eos_named_by: tuple[str, ...] = ()
+    can_resume: bool = False
 
     @property
     def forward_pass(self) -> str:

@@ -1,0 +1,225 @@
+"""An agent's session over HTTP: every turn sends the whole history again, with a few hundred new tokens.
+
+python -m benchmarks.agents turns --model FOLDER [--quantization int8] [--llamacpp FILE.gguf]
+python -m benchmarks.agents pauses --model FOLDER [--quantization int8]
+python -m benchmarks.agents simulate
+
+`turns`: ten turns of one agent, a system prompt and tools of 20,000 tokens, each turn 400 new ones: the time to the
+first token of each turn. `pauses`: four agents at once whose tools take 5 to 60 seconds, and a cache for two of them,
+with blocks kept for sessions and without; `simulate`: the same on the scheduler with a virtual clock. Texts are letters
+drawn at random, one token each with a tokenizer of bytes.
+"""
+
+import argparse
+import json
+import random
+import string
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from benchmarks.compare import describe_machine
+from benchmarks.serving import Server
+from inflight.contracts.api.config import EngineConfig
+from inflight.simulate import StepCost
+from inflight.simulate.requests import SimulatedRequest
+from inflight.simulate.simulated_engine import SimulatedEngine
+
+NUM_TURNS, NUM_AGENTS = 10, 4
+PROMPT, ADDED, ANSWER = 20_000, 400, 24
+"""Tokens of the system prompt with its tools, and of each turn's new text and answer."""
+PAUSES = (5.0, 60.0)
+"""Seconds that a tool takes at least and at most."""
+KEPT = 300.0
+"""Seconds for which blocks are kept at most, which is the default."""
+
+
+def text(rng: random.Random, length: int) -> str:
+    """Return words of random letters."""
+    return "".join(rng.choice(string.ascii_lowercase + " ") for _ in range(length))
+
+
+@dataclass(slots=True)
+class Turn:
+    """What one request took.
+
+    Attributes:
+        first_token, whole: seconds from the request to its first token, and to its end.
+        num_prompt_tokens, num_cached_tokens: as the server counts them.
+    """
+
+    first_token: float
+    whole: float
+    num_prompt_tokens: int
+    num_cached_tokens: int
+
+
+class Agent:
+    """One session with a server.
+
+    Args:
+        number: its random texts differ from those of others.
+    """
+
+    def __init__(self, url: str, number: int) -> None:
+        self._url, self._rng = url, random.Random(number)
+        names = [f"tool_{text(self._rng, 8).replace(' ', '_')}" for _ in range(20)]
+        self._tools = [
+            {
+                "type": "function",
+                "function": {
+                    "name": name,
+                    "description": text(self._rng, 300),
+                    "parameters": {"type": "object", "properties": {"path": {"type": "string"}}},
+                },
+            }
+            for name in names
+        ]
+        rest = PROMPT - len(json.dumps(self._tools))
+        self._messages: list[dict[str, Any]] = [{"role": "system", "content": text(self._rng, rest)}]
+
+    def turn(self) -> Turn:
+        """Send the history with new text, and add the answer to it."""
+        self._messages.append({"role": "user", "content": text(self._rng, ADDED)})
+        body = {"messages": self._messages, "tools": self._tools, "max_tokens": ANSWER, "temperature": 0}
+        stream = {"stream": True, "stream_options": {"include_usage": True}}
+        request = urllib.request.Request(
+            f"{self._url}/v1/chat/completions",
+            json.dumps({**body, **stream}).encode(),
+            {"Content-Type": "application/json"},
+        )
+        start, first, said = time.perf_counter(), None, ""
+        usage: dict[str, Any] = {}
+        with urllib.request.urlopen(request) as answer:
+            for line in answer:
+                if not line.startswith(b"data: {"):
+                    continue
+                event = json.loads(line[6:])
+                usage = event.get("usage") or usage
+                for choice in event["choices"]:
+                    if piece := choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
+                        first = first or time.perf_counter()
+                        said += piece
+        end = time.perf_counter()
+        self._messages.append({"role": "assistant", "content": said})
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        return Turn((first or end) - start, end - start, usage["prompt_tokens"], cached)
+
+    def work(self) -> float:
+        """Run all turns with pauses between them; return the seconds from the first to the end of the last."""
+        start = time.perf_counter()
+        for number in range(NUM_TURNS):
+            if number:
+                time.sleep(self._rng.uniform(*PAUSES))
+            self.turn()
+        return time.perf_counter() - start
+
+
+def ours(arguments: argparse.Namespace, *options: str) -> Server:
+    """Return our server."""
+    command = [sys.executable, "-m", "inflight", "serve", arguments.model, "--port", "{port}", *options]
+    if arguments.quantization:
+        command += ["--quantization", arguments.quantization]
+    return Server(" ".join(["inflight", *options]), command, ())
+
+
+@contextmanager
+def running(server: Server) -> Iterator[str]:
+    """Start a server; yield its address; end it."""
+    try:
+        server.start(2, Path("/tmp") / f"agents-{server.name.split()[0]}.log")
+        server.signal(subprocess.signal.SIGCONT)  # type: ignore[attr-defined]
+        yield f"http://127.0.0.1:{server.port}"
+    finally:
+        server.end()
+
+
+def turns(arguments: argparse.Namespace) -> None:
+    """Measure one agent on each server, one after the other."""
+    servers = [ours(arguments)]
+    if arguments.llamacpp:
+        binary, file = arguments.llamacpp
+        options = ["-np", "1", "-c", "32768", "-t", "2", "-tb", "2", "--jinja"]
+        servers.append(Server("llama-server", [binary, "-m", file, "--port", "{port}", *options], ()))
+    print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    print("| server | " + " | ".join(f"turn {n + 1}" for n in range(NUM_TURNS)) + " | sum | turns 2 to 10 / turn 1 |")
+    for server in servers:
+        with running(server) as url:
+            Agent(url, 99).turn()  # warm-up
+            agent = Agent(url, 0)
+            taken = [agent.turn() for _ in range(NUM_TURNS)]
+            firsts = [each.first_token for each in taken]
+            share = mean(firsts[1:]) / firsts[0]
+            print(
+                f"| {server.name} | {' | '.join(f'{each:.2f}' for each in firsts)} | {sum(firsts):.1f} | {share:.1%} |"
+            )
+            new = [each.num_prompt_tokens - each.num_cached_tokens for each in taken]
+            print(f"| computed anew | {' | '.join(map(str, new))} | {sum(new)} | |")
+
+
+def pauses(arguments: argparse.Namespace) -> None:
+    """Measure several agents at once, with retention and by recency alone."""
+    num_blocks = 2 * (PROMPT + NUM_TURNS * (ADDED + ANSWER + 40)) // 16
+    for seconds in (KEPT, 0.0):
+        server = ours(arguments, "--num-blocks", str(num_blocks), "--prefix-retention", str(seconds))
+        with running(server) as url, ThreadPoolExecutor(NUM_AGENTS) as pool:
+            agents = [Agent(url, number) for number in range(NUM_AGENTS)]
+            jobs = list(pool.map(Agent.work, agents))
+            print(f"{server.name}: mean {mean(jobs):.0f} s, each {', '.join(f'{job:.0f}' for job in jobs)}", flush=True)
+
+
+def simulate(arguments: argparse.Namespace) -> None:
+    """The same agents on a virtual clock, for several speeds of prefill."""
+    print("| tokens/s of prefill | by recency | kept | times as fast |")
+    for speed in (250, 500, 1000, 2000):
+        recent, kept = (mean(mean(simulated(limit, speed, seed)) for seed in range(3)) for limit in (0.0, KEPT))
+        print(f"| {speed} | {recent:.0f} s | {kept:.0f} s | {recent / kept:.2f} |", flush=True)
+
+
+def simulated(limit: float, speed: float, seed: int) -> list[float]:
+    """Return each agent's seconds if blocks are kept for at most `limit`."""
+    rng = random.Random(seed)
+    num_blocks = 2 * (PROMPT + NUM_TURNS * (ADDED + ANSWER)) // 16
+    config = EngineConfig(num_blocks=num_blocks, max_num_seqs=8, prefix_retention=limit)
+    ended: list[str] = []
+    engine = SimulatedEngine(config, StepCost.linear(0.04, 1 / speed), limits_prefill=True, on_end=ended.append)
+    history = [[rng.randrange(50_000) for _ in range(PROMPT)] for _ in range(NUM_AGENTS)]
+    coming = [(rng.random(), agent, 0) for agent in range(NUM_AGENTS)]
+    begun, seconds = [arrival for arrival, _, _ in coming], [0.0] * NUM_AGENTS
+    while coming or engine.has_unfinished_requests:
+        for arrival, agent, turn in [each for each in coming if each[0] <= engine.clock]:
+            coming.remove((arrival, agent, turn))
+            history[agent] += [rng.randrange(50_000) for _ in range(ADDED)]
+            engine.submit(SimulatedRequest(f"{agent} {turn}", arrival, list(history[agent]), (ANSWER,)))
+        if not engine.step(min(coming)[0] if coming else inf) and coming:
+            engine.clock = max(engine.clock, min(coming)[0])
+        for agent, turn in (map(int, each.split()) for each in ended):
+            seconds[agent] = engine.clock - begun[agent]
+            if turn + 1 < NUM_TURNS:
+                coming.append((engine.clock + rng.uniform(*PAUSES), agent, turn + 1))
+        ended.clear()
+    return seconds
+
+
+def main() -> None:
+    """Run one of the three."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=("turns", "pauses", "simulate"))
+    parser.add_argument("--model", help="a folder, whose chat template takes tools")
+    parser.add_argument("--quantization")
+    parser.add_argument("--llamacpp", nargs=2, metavar=("BINARY", "FILE"), help="llama-server, and the model as GGUF")
+    arguments = parser.parse_args()
+    {"turns": turns, "pauses": pauses, "simulate": simulate}[arguments.what](arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -8,6 +8,8 @@ READY  := $(VENV)/.ready
 WEIGHTS := $(VENV)/weights
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_WORKERS ?= 2
+NPM_AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
+	@continuedev/cli@1.5.47
 
 .PHONY: demo test test-all weights browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
 
@@ -50,8 +52,10 @@ browser: $(READY)         ## a Chromium for the tests of the live page: Debian's
 test-browser: browser     ## the live page in a real Chromium, which is installed if there is none
 	$(BIN)/python -m pytest tests/browser
 
-agents: $(READY)          ## agents of other packages, which are installed, call tools of the server
+agents: $(READY)          ## agents of other packages, which are installed (1.5 GB with npm), call tools of the server
 	$(PIP) -c constraints.txt -e '.[agents]'
+	npm install --silent --no-audit --no-fund --prefix $(VENV)/agents $(NPM_AGENTS) || echo "npm installs no agents: skipped"
+	$(PYTHON) -m venv $(VENV)/agents/aider && $(VENV)/agents/aider/bin/pip install --quiet aider-chat==0.86.2
 	$(BIN)/python -m pytest tests/agents
 
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
@@ -67,6 +71,7 @@ soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, sto
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.gguf.mutations --number 100_000
 	INFLIGHT_TEST_TRIAL=1 $(BIN)/python -m pytest tests/benchmarks/test_gpu_trial.py
+	$(MAKE) agents
 
 check: $(READY)           ## style, types, and the floors of the house
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""Coding agents as their users run them: ten turns against the real server, in which files are written and commands run.
+"""Coding agents as their users run them: ten turns against the real server; they write files and run commands.
 
 `make agents` installs them; those that are missing are skipped.
 """

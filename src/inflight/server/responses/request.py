@@ -32,7 +32,16 @@ from inflight.server.serving.request_fields import ChatBody, structured
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
+from inflight.server.wire.strict_model import (
+    READING,
+    HistoryModel,
+    Many,
+    StrictModel,
+    by_type,
+    leaving_out,
+    of_type,
+    text_part,
+)
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
@@ -43,32 +52,30 @@ _ENCODING = "inflight:"
 """The prefix of reasoning encoded by this server; only its provider can read any other."""
 
 
-class TextPart(StrictModel):
+class TextPart(HistoryModel):
     """A part of a message's content; a part of an earlier answer may come with its log-probabilities."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "prompt_cache_breakpoint": ()}
-    IGNORED: ClassVar = {"prompt_cache_breakpoint"}
 
     type: Literal["input_text", "output_text"]
     text: str
     logprobs: list[Any] | None = None
 
 
-Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text", has_placeholder=True)]]
+Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text", otherwise=text_part("input_text"))]]
 
 
-class Item(StrictModel):
+class Item(HistoryModel):
     """The base of items; those from an earlier answer have `id` and `status`."""
 
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: str | None = None
 
 
 class MessageItem(Item):
     """A message."""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
-    IGNORED: ClassVar = {"phase"}
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -117,19 +124,24 @@ class CallOutputItem(Item):
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
-class ReasoningPart(StrictModel):
+class ReasoningPart(HistoryModel):
     """A part of reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
+_ReasoningParts = Many[
+    Annotated[ReasoningPart, of_type("parts", "reasoning_text", "summary_text", otherwise=text_part("reasoning_text"))]
+]
+
+
 class ReasoningItem(Item):
     """Reasoning of an earlier turn. Most chat templates drop it unless calls follow."""
 
     type: Literal["reasoning"]
-    summary: Many[ReasoningPart] | None = None
-    content: Many[ReasoningPart] | None = None
+    summary: _ReasoningParts | None = None
+    content: _ReasoningParts | None = None
     encrypted_content: str | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
@@ -154,13 +166,26 @@ def _decoded_reasoning(encoded: str) -> str:
         return ""
 
 
+def _message_item(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an item of an unknown type as a message: what has a role is one already."""
+    if "role" in given:
+        return {**given, "type": "message"}
+    is_output = str(given.get("type")).endswith("_output")
+    return {"type": "message", "role": "user" if is_output else "assistant", "content": text}
+
+
 InputItem = Annotated[
     Annotated[MessageItem, Tag("#message")]
     | Annotated[ReasoningItem, Tag("#reasoning")]
     | Annotated[CallItem, Tag("#function_call")]
     | Annotated[CallOutputItem, Tag("#function_call_output")],
     by_type("message"),
-    of_type("items", "message", "reasoning", "function_call", "function_call_output", absent="message"),
+    of_type(
+        "items",
+        *("message", "reasoning", "function_call", "function_call_output"),
+        absent="message",
+        otherwise=_message_item,
+    ),
 ]
 
 
@@ -376,8 +401,9 @@ class ResponsesRequest(ChatBody):
         """The input as messages, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        messages = (item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
-        return tuple(message for message in messages if message.keys() - {"role"} != {"content"} or message["content"])
+        messages = [item.for_template(f"input[{i}]") for i, item in enumerate(self.input)]
+        kept = [message for message in messages if message.keys() - {"role"} != {"content"} or message["content"]]
+        return tuple(kept or (() if READING.get().is_strict else messages[-1:]))
 
     @property
     def reasoning_options(self) -> ReasoningOptions:

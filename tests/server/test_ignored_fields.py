@@ -135,7 +135,7 @@ def test_many_messages_may_have_the_same_ignored_field(server: RunningServer) ->
         (CHAT, {"tools": [{"type": "custom", "custom": {"name": "f"}}], "tool_choice": "required"}),
         (CHAT, {"tool_choice": {"type": "custom", "custom": {"name": "f"}}}),
         (RESPONSES, {"max_tokens": 5}),
-        (RESPONSES, {"background": True}),
+        (RESPONSES, {"prompt": {"id": "1"}}),
         (RESPONSES, {"tools": [{"type": "web_search"}], "tool_choice": "required"}),
         (RESPONSES, {"tool_choice": {"type": "web_search"}}),
         (MESSAGES, {"stop": "a"}),

@@ -91,6 +91,8 @@ class Address:
 )
 @click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it they are disabled.")
 @click.option("--max-file-size", type=size, help="Most bytes of an uploaded file, such as 4GiB.")
+@click.option("--response-store", type=click.Path(), help="A file that keeps stored responses and conversations.")
+@click.option("--response-store-size", type=size, help="Most bytes of them, such as 1GiB; the oldest are dropped.")
 @click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
 @click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
 @click.option("--record-files", type=click.IntRange(min=1), default=4, help="How many of them are kept.")

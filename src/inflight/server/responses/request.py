@@ -3,11 +3,12 @@ template and no earlier responses.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from uuid import uuid4
 
 from msgspec import Meta
-from pydantic import ConfigDict, Field, Tag, with_config
+from pydantic import ConfigDict, Field, Tag, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from inflight.contracts.api.options import check
@@ -152,6 +153,18 @@ class ReasoningItem(Item):
         return {"role": "assistant", "content": "", **({"reasoning_content": reasoning} if reasoning else {})}
 
 
+class CompactionItem(Item):
+    """A compacted part of the conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Return the summary as the user's message."""
+        summary = _decoded_reasoning(self.encrypted_content) or "omitted: only its provider can read it"
+        return {"role": "user", "content": f"[summary of the conversation so far]\n{summary}"}
+
+
 def encoded_reasoning(text: str) -> str:
     """Encode reasoning so that clients send it back unchanged, even those that drop its text. It is not encrypted."""
     return _ENCODING + base64.b64encode(text.encode(errors="replace")).decode()
@@ -178,20 +191,62 @@ InputItem = Annotated[
     Annotated[MessageItem, Tag("#message")]
     | Annotated[ReasoningItem, Tag("#reasoning")]
     | Annotated[CallItem, Tag("#function_call")]
-    | Annotated[CallOutputItem, Tag("#function_call_output")],
+    | Annotated[CallOutputItem, Tag("#function_call_output")]
+    | Annotated[CompactionItem, Tag("#compaction")],
     by_type("message"),
     of_type(
         "items",
-        *("message", "reasoning", "function_call", "function_call_output"),
+        *("message", "reasoning", "function_call", "function_call_output", "compaction"),
         absent="message",
         otherwise=_message_item,
     ),
 ]
 
 
+InputItems = Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+"""Reads the items of a stored conversation."""
+
+
 def qualified(namespace: str | None, name: str) -> str:
     """Return a function's name for the model. (Some of Codex's namespaces end with the underscores.)"""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def messages_of(items: Sequence[InputItem]) -> Chat:
+    """Return items as messages. Raises `ApiError`."""
+    messages = [item.for_template(f"input[{i}]") for i, item in enumerate(items)]
+    kept = [message for message in messages if message.keys() - {"role"} != {"content"} or message["content"]]
+    return tuple(kept or (() if READING.get().is_strict else messages[-1:]))
+
+
+def items_of(given: str | Sequence[InputItem]) -> Sequence[InputItem]:
+    """Return an input as items."""
+    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+
+
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
+
+
+def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return items with all that clients expect of them: ids, and contents in parts."""
+    stored = []
+    for item in items:
+        shown = {"type": "message", "status": "completed", **item.model_dump(exclude_none=True)}
+        shown.setdefault("id", f"{_PREFIXES.get(shown['type'], 'item')}_{uuid4().hex}")
+        if isinstance(item, MessageItem) and isinstance(item.content, str):
+            kind = "output_text" if item.role == "assistant" else "input_text"
+            shown["content"] = [{"type": kind, "text": item.content}]
+        for part in shown["content"] if isinstance(item, MessageItem) else ():
+            part |= {"annotations": [], "logprobs": []} if part["type"] == "output_text" else {}
+        stored.append(shown)
+    return stored
+
+
+class ConversationId(StrictModel):
+    """A stored conversation."""
+
+    id: str
 
 
 class FunctionTool(FunctionDefinition):
@@ -342,6 +397,8 @@ class ResponsesRequest(ChatBody):
     Attributes:
         instructions: the system prompt, which comes before all messages; the next response does not inherit it.
         previous_response_id: the response whose conversation this one continues.
+        conversation: the stored conversation that this response continues, and to which it is added.
+        background: answer at once, and run whether or not the client stays.
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
@@ -354,10 +411,8 @@ class ResponsesRequest(ChatBody):
 
     NOT_SUPPORTED: ClassVar = {
         "access_programs": (),
-        "background": (False,),
         "background_options": (),
         "context_management": ([],),
-        "conversation": (),
         "image": (),
         "max_tool_calls": (),
         "moderation": (),
@@ -373,9 +428,11 @@ class ResponsesRequest(ChatBody):
     MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
-    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | InputItems
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: str | ConversationId | None = None
+    background: bool | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_KINDS] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -397,13 +454,15 @@ class ResponsesRequest(ChatBody):
     prompt_cache_key: str | None = None
 
     @property
+    def conversation_id(self) -> str | None:
+        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
+
+    @property
     def messages(self) -> Chat:
         """The input as messages, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        messages = [item.for_template(f"input[{i}]") for i, item in enumerate(self.input)]
-        kept = [message for message in messages if message.keys() - {"role"} != {"content"} or message["content"]]
-        return tuple(kept or (() if READING.get().is_strict else messages[-1:]))
+        return messages_of(self.input)
 
     @property
     def reasoning_options(self) -> ReasoningOptions:
@@ -444,6 +503,9 @@ class ResponsesRequest(ChatBody):
         if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
+        if self.background and (self.store is False or self.stream):
+            message = "background is true; such a response is stored, to be retrieved, and cannot be a stream"
+            raise ApiError(400, message, param="background")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 

@@ -96,7 +96,7 @@ def test_requests_in_the_form_of_codex_are_answered(server: RunningServer, strea
 @pytest.mark.parametrize("stream", [False, True])
 def test_requests_in_the_form_of_claude_code_are_answered(server: RunningServer, stream: bool) -> None:
     assert set(ignored_of(server, MESSAGES, {**CLAUDE_CODE, "stream": stream})) == {
-        *("scope", "defer_loading", "tools[1].web_search_20250305", "session", "context_management", "betas"),
+        *("defer_loading", "tools[1].web_search_20250305", "session", "context_management", "betas"),
         "x-anthropic-billing-header",
     }
 

@@ -275,18 +275,16 @@ def listen_at(path: str) -> socket.socket:
 
 
 def _listeners(address: Address, max_stall: float) -> list[socket.socket]:
-    if address.path is not None:
-        try:
+    where, listeners = address.path, list[socket.socket]()
+    try:
+        if address.path is not None:
             return [listen_at(address.path)]
-        except OSError as error:
-            raise click.ClickException(f"cannot listen on {address.path}: {error.strerror or error}") from error
-    listeners: list[socket.socket] = []
-    for host in address.hosts:
-        port = listeners[0].getsockname()[1] if listeners else address.port  # the same, also if any is wanted
-        try:
+        for host in address.hosts:
+            port = listeners[0].getsockname()[1] if listeners else address.port  # the same, also if any is wanted
+            where = f"{host}, port {port}"
             listeners.append(listen(host, port, max_stall))
-        except OSError as error:
-            raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
+    except OSError as error:
+        raise click.ClickException(f"cannot listen on {where}: {error.strerror or error}") from error
     return listeners
 
 

@@ -123,6 +123,11 @@ _REFUSED = {
     *("nullable", "extends", "disallow", "divisibleBy", "x-guidance"),
 }
 _EVALUATES_MORE = {"anyOf", "oneOf", "additionalProperties", "patternProperties", "if", "dependentSchemas"}
+_REFERENCES = (
+    *(("$dynamicAnchor", "$anchor"), ("$dynamicRef", "$ref"), ("$recursiveRef", "$ref")),
+    ("$recursiveAnchor", "$comment"),
+)
+"""Dynamic references, and the static ones that are the same in one document."""
 _SPELLINGS = {re.sub(r"[$_-]", "", name).lower(): name for name in sorted(_KNOWN | _REFUSED)}
 
 # The library's formats check only syntax and allow 29 February in every year. These patterns restrict years and seconds
@@ -200,8 +205,9 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
                 f"json_schema is too large: at most {MAX_SCHEMAS} schemas and {MAX_PATTERN_PROPERTIES} "
                 "patternProperties are accepted, counted with all that are inside it"
             )
-        if is_one:
-            _fix_references(each)
+        for dynamic, static in _REFERENCES if is_one else ():
+            if dynamic in each and static not in each:
+                each[static] = each.pop(dynamic)
         _simplify(each, schema)
         _check(place, each)
         for name, numbers in bounds.items():
@@ -220,14 +226,6 @@ def _add(schema: dict[str, Any], *more: dict[str, Any]) -> None:
     given = schema.get("allOf", [])
     if more:
         schema["allOf"] = [*(given if isinstance(given, list) else [given]), *more]
-
-
-def _fix_references(schema: dict[str, Any]) -> None:
-    """Replace dynamic references by static ones, which are the same in one document. Mutates the schema."""
-    for dynamic, static in (("$dynamicAnchor", "$anchor"), ("$dynamicRef", "$ref"), ("$recursiveRef", "$ref")):
-        if dynamic in schema and static not in schema:
-            schema[static] = schema.pop(dynamic)
-    schema.pop("$recursiveAnchor", None)
 
 
 def _simplify(schema: dict[str, Any], root: dict[str, Any]) -> None:

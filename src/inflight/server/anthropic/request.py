@@ -38,19 +38,10 @@ from inflight.server.wire.strict_model import (
 )
 
 
-class CacheControl(StrictModel):
-    """Accepted and ignored: the prefix cache keeps prefixes anyway, while there is room."""
-
-    MAY_HAVE_MORE = True
-
-    type: str | None = None
-    ttl: str | None = None
-
-
 class Cached(StrictModel):
-    """An object that may have `cache_control`."""
+    """An object that may have `cache_control`, which has no effect: the prefix cache keeps prefixes anyway."""
 
-    cache_control: CacheControl | None = None
+    cache_control: dict[str, Any] | None = None
 
 
 class TextBlock(HistoryModel, Cached):

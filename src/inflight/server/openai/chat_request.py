@@ -61,14 +61,12 @@ class ToolCall(HistoryModel):
 def _function_call(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return a call of an unknown type as one of a function, so that its result follows a call."""
     kind = str(given.get("type"))
-    own = given.get(kind)
-    named = own if isinstance(own, dict) else {}
-    name, arguments = (
-        each if isinstance(each := named.get(key), str) else otherwise
-        for key, otherwise in (("name", kind), ("input", text))
-    )
-    function = {"name": name, "arguments": arguments}
-    return {"id": given.get("id"), "type": "function", "function": function}
+    own = given[kind] if isinstance(given.get(kind), dict) else {}
+    name, arguments = (each if isinstance(each, str) else None for each in (own.get("name"), own.get("input")))
+    return {
+        "id": given.get("id"),
+        "function": {"name": name or kind, "arguments": text if arguments is None else arguments},
+    }
 
 
 class Prediction(StrictModel):

@@ -111,9 +111,9 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
     def keep(self) -> None:
         if self._store is not None:
             self._store.put(self.generation.request_id, self._kept)
-        if self.body.conversation_id is not None:
+        if self.body.conversation is not None:
             items = [*stored_items(items_of(self.body.input)), *json.loads(self._kept.answer)["output"]]
-            self._conversations.extend(self.body.conversation_id, items)
+            self._conversations.extend(self.body.conversation, items)
 
     def events(self) -> "ResponseEvents":
         return ResponseEvents(self)
@@ -273,7 +273,7 @@ def response_of(answer: ResponseAnswer, status: str, **others: Any) -> dict[str,
         "status": status,
         "background": answer.body.background is True,
         "completed_at": None,
-        "conversation": None if body.conversation_id is None else {"id": body.conversation_id},
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,

@@ -3,9 +3,6 @@
 import asyncio
 from typing import Any
 
-from starlette.background import BackgroundTask
-from starlette.responses import Response
-
 from inflight.contracts.api.outputs import TextDelta
 from inflight.server.responses.answer import ResponseAnswer, failed, response_of
 from inflight.server.responses.store import ResponseStore, StoredResponse
@@ -29,23 +26,9 @@ class BackgroundRun:
         store.running[answer.generation.request_id] = self
         self.task = asyncio.create_task(self._run())
 
-    def response(self) -> Response:
-        """The response as it is now. The request counts as running until the response is stored, so that a server that
-        drains waits for it, and its model stays loaded."""
-        return Response(
-            to_json(self.shown()),
-            media_type="application/json",
-            background=BackgroundTask(asyncio.wait, [self.task]),
-        )
-
-    def shown(self) -> dict[str, Any]:
-        """The response as it is now."""
-        return response_of(self._answer, self._status)
-
-    async def cancel(self) -> None:
-        """Cancel it, and return when it is stored."""
-        self.task.cancel()
-        await asyncio.wait([self.task])
+    def shown(self) -> bytes:
+        """The response as it is now, in JSON."""
+        return to_json(response_of(self._answer, self._status))
 
     async def _run(self) -> None:
         answer = self._answer

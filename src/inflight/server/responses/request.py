@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 from uuid import uuid4
 
 from msgspec import Meta
-from pydantic import ConfigDict, Field, Tag, TypeAdapter, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from inflight.contracts.api.options import check
@@ -179,6 +179,16 @@ def _decoded_reasoning(encoded: str) -> str:
         return ""
 
 
+_PREFIXES = {
+    "message": "msg",
+    "reasoning": "rs",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "compaction": "cmp",
+}
+"""The types of items, and how their ids begin."""
+
+
 def _message_item(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item of an unknown type as a message: what has a role is one already."""
     if "role" in given:
@@ -194,12 +204,7 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("#function_call_output")]
     | Annotated[CompactionItem, Tag("#compaction")],
     by_type("message"),
-    of_type(
-        "items",
-        *("message", "reasoning", "function_call", "function_call_output", "compaction"),
-        absent="message",
-        otherwise=_message_item,
-    ),
+    of_type("items", *_PREFIXES, absent="message", otherwise=_message_item),
 ]
 
 
@@ -225,28 +230,23 @@ def items_of(given: str | Sequence[InputItem]) -> Sequence[InputItem]:
     return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
 
 
-_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco"}
-
-
 def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     """Return items with all that clients expect of them: ids, and contents in parts."""
     stored = []
     for item in items:
         shown = {"type": "message", "status": "completed", **item.model_dump(exclude_none=True)}
-        shown.setdefault("id", f"{_PREFIXES.get(shown['type'], 'item')}_{uuid4().hex}")
+        shown.setdefault("id", f"{_PREFIXES[shown['type']]}_{uuid4().hex}")
         if isinstance(item, MessageItem) and isinstance(item.content, str):
-            kind = "output_text" if item.role == "assistant" else "input_text"
-            shown["content"] = [{"type": kind, "text": item.content}]
-        for part in shown["content"] if isinstance(item, MessageItem) else ():
-            part |= {"annotations": [], "logprobs": []} if part["type"] == "output_text" else {}
+            of_output = {"type": "output_text", "annotations": [], "logprobs": []}
+            kind = of_output if item.role == "assistant" else {"type": "input_text"}
+            shown["content"] = [{**kind, "text": item.content}]
         stored.append(shown)
     return stored
 
 
-class ConversationId(StrictModel):
-    """A stored conversation."""
-
-    id: str
+ConversationId = Annotated[
+    str, BeforeValidator(lambda given: given["id"] if isinstance(given, dict) and given.keys() == {"id"} else given)
+]
 
 
 class FunctionTool(FunctionDefinition):
@@ -431,7 +431,7 @@ class ResponsesRequest(ChatBody):
     input: str | InputItems
     instructions: str | None = None
     previous_response_id: str | None = None
-    conversation: str | ConversationId | None = None
+    conversation: ConversationId | None = None
     background: bool | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_KINDS] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
@@ -452,10 +452,6 @@ class ResponsesRequest(ChatBody):
     user: str | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-
-    @property
-    def conversation_id(self) -> str | None:
-        return self.conversation.id if isinstance(self.conversation, ConversationId) else self.conversation
 
     @property
     def messages(self) -> Chat:

@@ -13,7 +13,8 @@ from openai.types.conversations import Conversation, ConversationDeletedResource
 from openai.types.responses import Response
 
 from inflight import LLM, AsyncLLM, SamplingParams
-from inflight.server.responses.store import IN_MEMORY, ResponseStore, StoredResponse
+from inflight.server.responses.store import ResponseStore, StoredResponse
+from inflight.server.serving.settings import IN_MEMORY
 from tests import zoo
 from tests.server.chat_format.scripted import prompt_of, say, scripted_server
 from tests.server.serving import TEMPLATE, RunningServer, read_until, send
@@ -224,6 +225,10 @@ def test_a_conversation_is_stored_continued_and_listed(server: RunningServer, of
     for ask in (client.conversations.retrieve, client.conversations.delete, client.responses.retrieve):
         with pytest.raises(openai.NotFoundError, match=begun.id):
             ask(begun.id)
+    other = client.conversations.create()
+    with pytest.raises(openai.BadRequestError, match=f"there is no response '{other.id}'"):
+        client.responses.create(input="So?", previous_response_id=other.id, **GREEDY)
+    assert client.responses.create(input=ASK, conversation=other.id, **GREEDY).output_text == expected
     with pytest.raises(openai.NotFoundError, match="there is no conversation"):
         client.responses.create(input="So?", conversation=begun.id, **GREEDY)
 

@@ -21,7 +21,7 @@ from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.server.batches.answering import AppAnswerer
 from inflight.server.batches.jobs import BatchJobs
 from inflight.server.endpoints import BATCH_LINES, Endpoint, add_endpoints, errors_of_path
-from inflight.server.responses.store import IN_MEMORY, ResponseStore
+from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.service import Service
 from inflight.server.serving.settings import ServerSettings
@@ -75,7 +75,7 @@ def create_app(
             store.close()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    store = response_store(settings)
+    store = ResponseStore(settings.response_store, settings.response_store_size)
     _set_up(app, Service(llm, settings, observer, int(time.time())), lambda _: True, store)
     jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, Path(settings.batch_dir), observer)
     app.state.batch_jobs = jobs
@@ -101,11 +101,6 @@ def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: Req
         return BatchJobs(folder, answerer, max_in_work, (observer or RequestObserver()).batch_changed, BATCH_LINES)
     except OSError as error:
         raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
-
-
-def response_store(settings: ServerSettings) -> ResponseStore:
-    """Return the store of a server. Raises `ValueError` if its file cannot be used."""
-    return ResponseStore(settings.response_store or IN_MEMORY, settings.response_store_size)
 
 
 def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool], store: ResponseStore) -> None:

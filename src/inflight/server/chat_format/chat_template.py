@@ -6,7 +6,7 @@ fields.
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import product
@@ -100,6 +100,10 @@ def _with_system_first(history: History, *, is_one: bool) -> History:
     ]
 
 
+def _with_calls(history: History, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> History:
+    return [{**each, "tool_calls": [*map(change, c)]} if (c := each.get("tool_calls")) else each for each in history]
+
+
 def _with_objects(history: History) -> History:
     """Return a history in which arguments that are no object, such as those of a call that was cut off, are the member
     `arguments` of one."""
@@ -109,9 +113,7 @@ def _with_objects(history: History) -> History:
         is_object = isinstance(given, Mapping)
         return call if is_object else {**call, "function": {**call["function"], "arguments": {"arguments": given}}}
 
-    return [
-        {**each, **({"tool_calls": [*map(mended, c)]} if (c := each.get("tool_calls")) else {})} for each in history
-    ]
+    return _with_calls(history, mended)
 
 
 def _with_short_ids(history: History) -> History:
@@ -121,16 +123,8 @@ def _with_short_ids(history: History) -> History:
         return str(given) if re.fullmatch("[A-Za-z0-9]{9}", str(given)) else sha256(str(given).encode()).hexdigest()[:9]
 
     return [
-        {
-            **each,
-            **({"tool_call_id": short(each.get("tool_call_id"))} if each["role"] == "tool" else {}),
-            **(
-                {"tool_calls": [{**call, "id": short(call["id"])} for call in c]}
-                if (c := each.get("tool_calls"))
-                else {}
-            ),
-        }
-        for each in history
+        {**each, "tool_call_id": short(each.get("tool_call_id"))} if each["role"] == "tool" else each
+        for each in _with_calls(history, lambda call: {**call, "id": short(call["id"])})
     ]
 
 

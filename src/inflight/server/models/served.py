@@ -20,7 +20,6 @@ from inflight.engine.replicas.launch import check_replicas
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import model_source
 from inflight.host.machine import free_memory
-from inflight.server.app import response_store
 from inflight.server.live import endpoint
 from inflight.server.models.app import create_models_app
 from inflight.server.models.load_scheduler import LoadScheduler
@@ -28,8 +27,9 @@ from inflight.server.models.loading import LivePage, ModelLoad, ServedModel, byt
 from inflight.server.models.metrics import PoolMetrics
 from inflight.server.models.pool import ModelPool, PoolSettings
 from inflight.server.models.route import again, chosen, own_scope
+from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
-from inflight.server.serving.settings import ServerSettings
+from inflight.server.serving.settings import IN_MEMORY, ServerSettings
 from inflight.server.wire.api_errors import ApiError
 
 
@@ -115,7 +115,8 @@ class ServedModels:
             name: _Engines.from_options({**options, **_without(OF_ANSWERS, own[name])}, models.num_loaded)
             for name in own
         }
-        self._settings, self._responses, self._has_page = settings, response_store(settings), page is not None
+        self._settings, self._has_page = settings, page is not None
+        self._responses = ResponseStore(settings.response_store, settings.response_store_size)
         self._num_slots = max(each.num_slots for each in engines.values()) * models.num_loaded
         self._loads = {
             name: ModelLoad(
@@ -200,7 +201,7 @@ def _settings_of(name: str, settings: ServerSettings, own_options: Mapping[str, 
     """The settings of one model."""
     own = {option: value for option, value in own_options.items() if option in OF_ANSWERS}
     return replace(
-        settings, **{**own, "model_name": name, "model_aliases": (), "batch_dir": None, "response_store": None}
+        settings, **{**own, "model_name": name, "model_aliases": (), "batch_dir": None, "response_store": IN_MEMORY}
     )
 
 

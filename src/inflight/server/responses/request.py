@@ -179,14 +179,7 @@ def _decoded_reasoning(encoded: str) -> str:
         return ""
 
 
-_PREFIXES = {
-    "message": "msg",
-    "reasoning": "rs",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "compaction": "cmp",
-}
-"""The types of items, and how their ids begin."""
+_TYPES = ("message", "reasoning", "function_call", "function_call_output", "compaction")
 
 
 def _message_item(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -204,7 +197,7 @@ InputItem = Annotated[
     | Annotated[CallOutputItem, Tag("#function_call_output")]
     | Annotated[CompactionItem, Tag("#compaction")],
     by_type("message"),
-    of_type("items", *_PREFIXES, absent="message", otherwise=_message_item),
+    of_type("items", *_TYPES, absent="message", otherwise=_message_item),
 ]
 
 
@@ -235,7 +228,7 @@ def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
     stored = []
     for item in items:
         shown = {"type": "message", "status": "completed", **item.model_dump(exclude_none=True)}
-        shown.setdefault("id", f"{_PREFIXES[shown['type']]}_{uuid4().hex}")
+        shown.setdefault("id", f"item_{uuid4().hex}")
         if isinstance(item, MessageItem) and isinstance(item.content, str):
             of_output = {"type": "output_text", "annotations": [], "logprobs": []}
             kind = of_output if item.role == "assistant" else {"type": "input_text"}

@@ -8,15 +8,12 @@ import json
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from inflight.server.responses.request import Chat
-
-if TYPE_CHECKING:
-    from inflight.server.responses.background import BackgroundRun
+from inflight.server.serving.settings import IN_MEMORY
 
 MAX_BYTES = 2**26
-IN_MEMORY = ":memory:"
 
 _BYTES_EACH = 1000
 """Approximate bytes of an entry besides its texts."""
@@ -46,14 +43,14 @@ class ResponseStore:
         max_bytes: most bytes that are kept.
 
     Attributes:
-        running: responses that run in the background, by id.
+        running: each `BackgroundRun`, by the id of its response.
 
     Raises:
         ValueError: the file cannot be used.
     """
 
     def __init__(self, path: str = IN_MEMORY, max_bytes: int = MAX_BYTES) -> None:
-        self.running: dict[str, BackgroundRun] = {}
+        self.running: dict[str, Any] = {}
         self._max_bytes = max_bytes
         try:
             self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)

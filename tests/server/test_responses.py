@@ -175,6 +175,10 @@ def test_the_least_recently_used_responses_are_evicted(tmp_path: Path, is_file: 
         store.put("g", response_of(98_000))
         assert [name for name in "fg" if store.get(name)] == ["g"]
         store.close()
+        store = ResponseStore(path)
+        store._db.execute("DROP TABLE entries")
+        store.put("h", response_of(10))  # is logged, and the answer goes out
+        store.close()
         (tmp_path / "store").write_bytes(b"something else" * 1000)
         with pytest.raises(ValueError, match="cannot be used: file is not a database"):
             ResponseStore(path)
@@ -296,6 +300,8 @@ def test_a_compacted_conversation_is_the_next_input() -> None:
         assert (summary["type"], "fox" in str(summary)) == ("compaction", False)
         server.client.responses.create(model="stories", input=[*users, summary, {"role": "user", "content": "4"}])
         assert prompt_of(server) == "[u]1;[u]3;[u][summary of the conversation so far]\nIt was a fox.;[u]4;[a]"
+        again = server.client.responses.compact(model="stories", input=[*users, summary, *given[:1]])
+        assert [each.type for each in again.output] == ["message"] * 3 + ["compaction"]
         first = server.client.responses.create(model="stories", input="5")
         server.client.responses.compact(model="stories", previous_response_id=first.id)
         assert prompt_of(server).startswith("[u]5;[a]It was a fox.;[u]Summarize")

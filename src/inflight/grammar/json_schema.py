@@ -14,7 +14,8 @@ mean that, and other servers close objects, too. A schema combined with others (
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from llguidance import LLMatcher
@@ -104,6 +105,7 @@ WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
 MAX_SCHEMAS = 5000
 MAX_OPTIONAL_PROPERTIES = 400
 MAX_PATTERN_PROPERTIES = 100
+MAX_FIRST_LOOKS = 16
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _IN_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -172,7 +174,7 @@ _OF_ANY_TEXT = {"binary", "byte", "password", "path", "file-path", "directory-pa
 """Formats of pydantic and OpenAPI that say what a text is for."""
 
 
-@cache
+@lru_cache(256)
 def _is_known_format(name: str) -> bool:
     schema = {"type": "string", "format": name}
     return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
@@ -250,11 +252,12 @@ def _simplify(schema: dict[str, Any], root: dict[str, Any]) -> None:
 
 def _without_first_looks(pattern: str) -> tuple[str, list[dict[str, Any]]]:
     """Return a pattern without the look-aheads at its beginning, and schemas that say the same as those."""
-    bare, begin = re.sub(r"\\.|\[(?:[^\]\\]|\\.)*\]", "", pattern), ""
-    while bare != begin:
-        begin, bare = bare, re.sub(r"\([^()]*\)", "", bare)
-    looks = []
-    while "|" not in bare and (look := _FIRST_LOOK.match(pattern)):
+    bare = re.sub(r"\\.|\[(?:[^\]\\]|\\.)*\]", "", pattern)
+    depths = accumulate((mark == "(") - (mark == ")") for mark in bare)
+    looks: list[dict[str, Any]] = []
+    if any(mark == "|" and depth == 0 for mark, depth in zip(bare, depths, strict=True)):
+        return pattern, looks  # they are those of the first alternative
+    while len(looks) < MAX_FIRST_LOOKS and (look := _FIRST_LOOK.match(pattern)):
         looks.append({"pattern": f"^(?:{look[1]})"})
         pattern = f"^{pattern[look.end() :]}"
     return pattern, looks
@@ -266,6 +269,7 @@ def _close_whole(schema: dict[str, Any], root: dict[str, Any]) -> None:
     value = schema["unevaluatedProperties"]
     named: dict[str, Any] = {}
     stack: list[Any] = [] if value is True else [schema]
+    seen = {id(schema)}
     for each in stack:  # grows
         mine = each.get("properties", {}) if isinstance(each, dict) else None
         if not isinstance(mine, dict) or not each.keys().isdisjoint(_EVALUATES_MORE):
@@ -273,7 +277,9 @@ def _close_whole(schema: dict[str, Any], root: dict[str, Any]) -> None:
         if each is not schema and "unevaluatedProperties" in each:
             return
         named |= {name: {} for name in mine}
-        stack.extend(part for part in _in_place(each, root) if not any(part is known for known in stack))
+        parts = [part for part in _in_place(each, root) if id(part) not in seen]
+        seen.update(map(id, parts))
+        stack += parts
     if named:
         schema["properties"] = {**named, **schema.get("properties", {})}
     del schema["unevaluatedProperties"]

@@ -33,15 +33,13 @@ class BackgroundRun:
     async def _run(self) -> None:
         answer = self._answer
 
-        async def receive() -> Any:
-            await asyncio.Event().wait()
-
         async def begin(_: list[TextDelta]) -> None:
             self._status = "in_progress"
 
         end: dict[str, Any] | None = None
         try:
-            async with attended(receive, self._service.settings.request_timeout) as client:
+            never = asyncio.Event().wait  # whatever becomes of the client
+            async with attended(never, self._service.settings.request_timeout) as client:  # type: ignore[arg-type]
                 (output,) = await generate(self._service, answer.generation, client, begin)
                 await off_loop(size_of_answer([output]), lambda: answer.whole(output))
             answer.keep()

@@ -6,6 +6,7 @@ from inflight.contracts.api.outputs import RequestOutput
 from inflight.server.chat_format.blocks import TextBlock
 from inflight.server.responses.answer import ResponseAnswer, read_whole, usage_of
 from inflight.server.responses.request import (
+    SUMMARY,
     InputItems,
     MessageItem,
     ResponsesRequest,
@@ -44,6 +45,7 @@ class CompactAnswer(ResponseAnswer):
     def whole(self, output: RequestOutput) -> bytes:
         read, _ = read_whole(self, output)
         texts = [each["content"] for each in self.chat[:-1] if each["role"] == "user"]
+        texts = [text for text in texts if not text.startswith(SUMMARY)]  # the new one has it
         summary = {
             "id": f"cmp_{uuid4().hex}",
             "type": "compaction",

@@ -153,6 +153,9 @@ class ReasoningItem(Item):
         return {"role": "assistant", "content": "", **({"reasoning_content": reasoning} if reasoning else {})}
 
 
+SUMMARY = "[summary of the conversation so far]\n"
+
+
 class CompactionItem(Item):
     """A compacted part of the conversation."""
 
@@ -162,7 +165,7 @@ class CompactionItem(Item):
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the summary as the user's message."""
         summary = _decoded_reasoning(self.encrypted_content) or "omitted: only its provider can read it"
-        return {"role": "user", "content": f"[summary of the conversation so far]\n{summary}"}
+        return {"role": "user", "content": SUMMARY + summary}
 
 
 def encoded_reasoning(text: str) -> str:

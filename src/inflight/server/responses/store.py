@@ -5,6 +5,7 @@ finds.
 """
 
 import json
+import logging
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from inflight.server.responses.request import Chat
 from inflight.server.serving.settings import IN_MEMORY
 
 MAX_BYTES = 2**26
+
+logger = logging.getLogger("inflight.server")
 
 _BYTES_EACH = 1000
 """Approximate bytes of an entry besides its texts."""
@@ -64,7 +67,14 @@ class ResponseStore:
             raise ValueError(f"the store of responses {path!r} cannot be used: {error}") from error
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response, or replace it, dropping others if necessary. One that is too large is not kept."""
+        """Store a response, or replace it, dropping others if necessary. One that is too large, or that the file cannot
+        take, is not kept."""
+        try:
+            self._put(response_id, response)
+        except sqlite3.Error as error:  # the answer itself is sound
+            logger.warning("%s could not be stored: %s", response_id, error)
+
+    def _put(self, response_id: str, response: StoredResponse) -> None:
         self.delete(response_id)
         chat = json.dumps(response.chat)
         num_bytes = len(response.answer) + len(chat) + _BYTES_EACH

@@ -69,6 +69,7 @@ soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, sto
 	$(BIN)/python -m tests.replicas.soak --seed 1 --minutes 10
 	INFLIGHT_TEST_RAY_LONG=1 $(BIN)/python -m pytest tests/scale -k "killed or scales or goes_on"
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
+	$(BIN)/python -m tests.server.fuzz_histories --seed 1 --cases 100_000
 	$(BIN)/python -m tests.gguf.mutations --number 100_000
 	INFLIGHT_TEST_TRIAL=1 $(BIN)/python -m pytest tests/benchmarks/test_gpu_trial.py
 	$(MAKE) agents

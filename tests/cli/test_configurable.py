@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from inflight.cli.serve import serve
+from inflight.cli.serve import Address, serve
 
 FILE = """
 model = "a model"
@@ -28,8 +28,8 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What the command was started with."""
     seen: dict[str, Any] = {}
 
-    def start(model: str | None, host: str, port: int, names: tuple[str, ...], options: dict[str, Any]) -> None:
-        seen.update(options, model=model, host=host, port=port, names=names)
+    def start(model: str | None, address: Address, names: tuple[str, ...], options: dict[str, Any]) -> None:
+        seen.update(options, model=model, hosts=address.hosts, port=address.port, names=names)
 
     monkeypatch.setattr(sys.modules["inflight.cli.serve"], "serve_model", start)
     return seen
@@ -48,7 +48,7 @@ def file(tmp_path: Path, text: str = FILE) -> str:
 def test_a_file_has_options(tmp_path: Path, given: dict[str, Any]) -> None:
     result = run("--config", file(tmp_path))
     assert result.exit_code == 0, result.output
-    assert (given["model"], given["port"], given["host"]) == ("a model", 8001, "127.0.0.1")
+    assert (given["model"], given["port"], given["hosts"]) == ("a model", 8001, ("127.0.0.1",))
     assert (given["max_num_seqs"], given["max_body_size"], given["request_timeout"]) == (12, 4 * 2**20, 2.5)
     assert (given["ui"], given["strict"], given["log_text"]) == (False, True, None)
     assert given["cors_origins"] == ("http://a", "http://b")
@@ -73,7 +73,7 @@ def test_what_applies_can_be_printed_and_read_again(tmp_path: Path, given: dict[
     lines = printed.output.splitlines()
     assert "port = 8003" in lines
     assert 'cors-origin = ["http://a", "http://b"]' in lines
-    assert '# host = "127.0.0.1"' in lines
+    assert '# host = ["127.0.0.1"]' in lines
     assert run("--config", file(tmp_path, printed.output)).exit_code == 0
     first = dict(given)
     given.clear()

@@ -9,7 +9,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from inflight.cli.models import duration, named
-from inflight.cli.serve import serve
+from inflight.cli.serve import Address, serve
 from inflight.server.models.pool import PoolSettings
 
 
@@ -18,10 +18,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """What was started, and with what."""
     seen: dict[str, Any] = {}
 
-    def start_one(model: str | None, host: str, port: int, names: tuple[str, ...], options: dict[str, Any]) -> None:
+    def start_one(model: str | None, address: Address, names: tuple[str, ...], options: dict[str, Any]) -> None:
         seen.update(options, model=model, names=names)
 
-    def start_several(models: PoolSettings, host: str, port: int, options: dict[str, Any]) -> None:
+    def start_several(models: PoolSettings, address: Address, options: dict[str, Any]) -> None:
         seen.update(options, models=models)
 
     monkeypatch.setattr(sys.modules["inflight.cli.serve"], "serve_model", start_one)

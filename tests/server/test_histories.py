@@ -1,6 +1,7 @@
 """Conversations continue: content that a chat template or a text model does not support is rewritten and reported, and
 the text of all other turns stays the same."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -8,23 +9,19 @@ import pytest
 
 from inflight import AsyncLLM
 from tests.server.chat_format.scripted import prompt_of, say, scripted_server
-from tests.server.serving import RunningServer
-
-CHAT, RESPONSES, MESSAGES = APIS = ("/v1/chat/completions", "/v1/responses", "/v1/messages")
-FIRST_ONLY = """{% for m in messages %}\
-{% if m.role == 'system' and not loop.first %}{{ raise_exception('System message must be at the beginning.') }}\
-{% endif %}[{{ m.role[0] }}]{{ m.content }}{% for call in m.tool_calls or [] %}\
-{% for name, value in call.function.arguments | items %}<{{ name }}>{{ value }}{% endfor %}{% endfor %};\
-{% endfor %}[a]"""
-"""As Qwen's: a system message only at first, and arguments that are objects."""
-ALTERNATING = """{% for m in messages[1:] if messages[0].role == 'system' %}\
-{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate user/assistant') }}\
-{% endif %}{% endfor %}{% for m in messages %}[{{ m.role[0] }}]{{ m.content }};{% endfor %}[a]"""
-"""As Mistral's and Gemma 3's."""
-FREE = FIRST_ONLY.replace("not loop.first", "false").replace(
-    "call.function.arguments | items", "[('a', call.function.arguments)]"
+from tests.server.fuzz_histories import (
+    ALTERNATING,
+    APIS,
+    CHAT,
+    FIRST_ONLY,
+    FREE,
+    MESSAGES,
+    NO_TOOLS,
+    RESPONSES,
+    SHORT_IDS,
+    check_case,
 )
-"""Takes system messages anywhere, and any arguments."""
+from tests.server.serving import RunningServer
 
 
 @pytest.fixture(scope="module")
@@ -206,11 +203,99 @@ def test_what_is_no_text_is_named_in_its_place(
     assert asked(server, path, [*chat, *turns("a: 2", "u: 3")])[0].endswith(f"[u]{placeholder};[a]2;[u]3;[a]")
 
 
-def test_a_text_of_another_type_is_refused(server: RunningServer) -> None:
-    chat = [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]
-    answer = server.http.post(CHAT, json={"messages": chat})
-    assert answer.status_code == 400
-    assert "this server takes parts of type 'text' only" in answer.text
+def test_a_text_of_another_type_is_a_text(server: RunningServer) -> None:
+    for part in ({"type": "input_text", "text": "a"}, {"type": "refusal", "refusal": "a"}):
+        assert asked(server, CHAT, [{"role": "user", "content": [part]}]) == ("[u]a;[a]", [part["type"]])
+
+
+@pytest.mark.parametrize(
+    ("item", "written"),
+    [
+        (
+            {"type": "web_search_call", "id": "ws_1", "action": {}},
+            "[a][web search call omitted: this model takes text only]",
+        ),
+        (
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "x"},
+            "[a][custom tool call 'patch': x]",
+        ),
+        ({"type": "custom_tool_call_output", "call_id": "c", "output": "Done."}, "[u][custom tool call output: Done.]"),
+        ({"type": "agent_message", "role": "assistant", "content": "Hm."}, "[a]Hm."),
+    ],
+)
+def test_items_of_other_tools_are_texts(server: RunningServer, item: dict[str, Any], written: str) -> None:
+    assert asked(server, RESPONSES, [*turns("u: 1"), item, *turns("u: 2")]) == (
+        f"[u]1;{written};[u]2;[a]",
+        [item["type"]],
+    )
+
+
+def test_what_other_models_have_thought_is_left_out(server: RunningServer) -> None:
+    thoughts = [{"type": "thinking", "thinking": "", "signature": "x"}, {"type": "redacted_thinking", "data": "x"}]
+    chat = [*turns("u: 1"), {"role": "assistant", "content": thoughts}, *turns("u: 2")]
+    assert asked(server, MESSAGES, chat) == ("[u]1;[a];[u]2;[a]", ["redacted_thinking"])
+
+
+@pytest.mark.parametrize("path", APIS)
+@pytest.mark.parametrize("content", [None, "", []])
+def test_empty_contents(server: RunningServer, path: str, content: Any) -> None:
+    chat = [*turns("s: A"), {"role": "user", "content": content}]
+    assert asked(server, path, chat)[0] == ("[s]A;[a]" if path == RESPONSES else "[s]A;[u];[a]")
+    assert asked(server, path, [{"role": "user", "content": content}]) == ("[u];[a]", [])
+
+
+@pytest.mark.parametrize("path", APIS)
+def test_fields_of_newer_clients_inside_a_history(server: RunningServer, path: str) -> None:
+    kind = "input_text" if path == RESPONSES else "text"
+    part = {"type": kind, "text": "1", "weight": 2}
+    chat = [{"role": "user", "content": [part], "audio": {"id": "b"}}]
+    written, names = asked(server, path, chat)
+    assert (written, set(names)) == ("[u]1;[a]", {"weight", "audio"})
+    many = [{**chat[0], **{f"field{number}": 1 for number in range(100)}}]
+    assert asked(server, path, many)[1][-1] == "(others)"
+
+
+def test_a_block_is_of_the_role_that_has_such_blocks(server: RunningServer) -> None:
+    used = {"type": "tool_use", "id": "c", "name": "f", "input": {"x": 1}}
+    result = {"type": "tool_result", "tool_use_id": "c", "content": None}
+    chat = [
+        {"role": "user", "content": [{"type": "text", "text": "1"}, used]},
+        {"role": "assistant", "content": [result]},
+    ]
+    assert asked(server, MESSAGES, chat) == ("[u]1;[a]<x>1;[t];[a]", ["role"])
+    assert asked(server, MESSAGES, [*turns("u: 1"), {"role": "assistant", "content": [used]}])[0] == "[u]1;[a]<x>1;[a]"
+
+
+@pytest.mark.parametrize(
+    ("template", "written", "named"),
+    [
+        (SHORT_IDS, r"\[u\]1;\[a\]<f (\w{9})><patch (\w{9})>;\[t\]20 C;\[t\]20 C;\[a\]3;\[u\]2;\[a\]", "tool_call_id"),
+        (
+            NO_TOOLS,
+            r"\[u\]1;\[a\]\[call of f: {}\]\n\[call of patch: \"x\"\];"
+            r"\[u\]\[result of f: 20 C\]\n\n\[result of f: 20 C\];\[a\]3;\[u\]2;\[a\]",
+            "tool_calls",
+        ),
+    ],
+)
+def test_calls_and_ids_that_a_template_cannot_write(
+    server: RunningServer, template: str, written: str, named: str
+) -> None:
+    ask, call, result, more = with_call(CHAT, "{}")
+    other = {"id": "d", "type": "custom", "custom": {"name": "patch", "input": "x"}}
+    chat = [ask, {**call, "tool_calls": [*call["tool_calls"], other]}, result, result, *turns("a: 3"), more]
+    text, names = asked(server, CHAT, chat)
+    assert re.fullmatch(written, text)
+    assert {"custom", named} <= set(names)
+
+
+def test_random_histories(scripted: RunningServer) -> None:
+    """See `fuzz_histories`, which has many more."""
+    assert scripted.llm.tokenizer is not None
+    for seed in range(300):
+        check_case(seed, scripted.llm.tokenizer)
+    for seed in range(300, 320):
+        check_case(seed, scripted.llm.tokenizer, scripted.http)
 
 
 def test_a_strict_server_refuses_what_others_replace() -> None:

@@ -39,7 +39,7 @@ def test_a_server_whose_engine_is_given_up_ends_with_an_error(
 
     def serve() -> None:
         try:
-            serve_until_told(llm, ServerSettings(), OperatorSettings(grace_period=100.0), listener, is_ready.set)
+            serve_until_told(llm, ServerSettings(), OperatorSettings(grace_period=100.0), [listener], is_ready.set)
         except Exception as error:
             errors.append(error)
 

@@ -3,14 +3,20 @@
 import asyncio
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import openai
+import pydantic
 import pytest
+from openai.types.conversations import Conversation, ConversationDeletedResource, ConversationItem
+from openai.types.responses import Response
 
 from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.server.responses.store import ResponseStore, StoredResponse
+from inflight.server.serving.settings import IN_MEMORY
 from tests import zoo
+from tests.server.chat_format.scripted import prompt_of, say, scripted_server
 from tests.server.serving import TEMPLATE, RunningServer, read_until, send
 from tests.stepper import Stepper
 from tests.text.tokenizers_for_tests import byte_level
@@ -19,6 +25,7 @@ RESPONSES = "/v1/responses"
 NUM_TOKENS = 20
 ASK = "Tell me a story about a fox."
 GREEDY: dict[str, Any] = {"model": "stories", "temperature": 0, "max_output_tokens": NUM_TOKENS}
+MODEL: dict[str, Any] = {"model": "inflight-demo"}
 LOGPROBS: dict[str, Any] = {"include": ["message.output_text.logprobs"], "top_logprobs": 3}
 
 
@@ -78,6 +85,9 @@ def test_the_events_of_a_stream_are_complete_and_in_order(server: RunningServer,
     assert last.type == "response.incomplete"
     assert (first.response.status, first.response.output, first.response.usage) == ("in_progress", [], None)
     assert last.response.output_text == expected
+    begun, ended = (e.item for e in stream if e.type in ("response.output_item.added", "response.output_item.done"))
+    assert begun.id == ended.id == last.response.output[0].id
+    assert {event.item_id for event in stream if hasattr(event, "item_id")} == {begun.id}
     assert server.client.responses.retrieve(first.response.id) == last.response
     raw = server.http.post(RESPONSES, json={"input": ASK, "stream": True, **GREEDY}).text
     assert all(
@@ -141,24 +151,41 @@ def response_of(size: int) -> StoredResponse:
     return StoredResponse(b"x" * size, ())
 
 
-def test_the_least_recently_used_responses_are_evicted() -> None:
-    store = ResponseStore(max_num_responses=2, max_bytes=100_000)
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_least_recently_used_responses_are_evicted(tmp_path: Path, is_file: bool) -> None:
+    path = str(tmp_path / "store") if is_file else IN_MEMORY
+    store = ResponseStore(path, max_bytes=100_000)
     for name in ("a", "b"):
-        store.put(name, response_of(10))
+        store.put(name, response_of(40_000))
     assert store.get("a")
-    store.put("c", response_of(10))
+    store.put("c", response_of(40_000))
     assert [name for name in "abc" if store.get(name)] == ["a", "c"]
     store.put("d", response_of(98_000))
     assert [name for name in "abcd" if store.get(name)] == ["d"]
     store.put("e", response_of(200_000))
     assert [name for name in "abcde" if store.get(name)] == ["d"]
     assert (store.delete("d"), store.delete("d")) == (True, False)
-    store.put("f", response_of(98_000))
-    assert store.get("f")
+    store.put("f", StoredResponse(b"x", ({"role": "user", "content": "\ud800", "n": 2**70},)))
+    store.close()
+    if is_file:  # the next server finds it, and what it has counts
+        store = ResponseStore(path, max_bytes=100_000)
+        found = store.get("f")
+        assert found is not None
+        assert (found.answer, found.chat) == (b"x", ({"role": "user", "content": "\ud800", "n": 2**70},))
+        store.put("g", response_of(98_000))
+        assert [name for name in "fg" if store.get(name)] == ["g"]
+        store.close()
+        store = ResponseStore(path)
+        store._db.execute("DROP TABLE entries")
+        store.put("h", response_of(10))  # is logged, and the answer goes out
+        store.close()
+        (tmp_path / "store").write_bytes(b"something else" * 1000)
+        with pytest.raises(ValueError, match="cannot be used: file is not a database"):
+            ResponseStore(path)
 
 
 def test_a_server_stores_responses_within_its_limits(server: RunningServer) -> None:
-    before, server.app.state.responses = server.app.state.responses, ResponseStore(max_num_responses=1)
+    before, server.app.state.responses = server.app.state.responses, ResponseStore(max_bytes=4500)
     try:
         first, second = (server.client.responses.create(input=ASK, **GREEDY) for _ in range(2))
         assert server.client.responses.retrieve(second.id) == second
@@ -166,6 +193,121 @@ def test_a_server_stores_responses_within_its_limits(server: RunningServer) -> N
             server.client.responses.retrieve(first.id)
     finally:
         server.app.state.responses = before
+
+
+# ---------------------------------------------------------------------------- conversations, background, compact
+
+
+def strictly_read(kind: Any, answer: Any) -> None:
+    """Check an answer of the client against all that its types say."""
+    pydantic.TypeAdapter(kind).validate_python(answer.model_dump(mode="json", by_alias=True), strict=False)
+
+
+def test_a_conversation_is_stored_continued_and_listed(server: RunningServer, offline: LLM, expected: str) -> None:
+    client = server.client
+    begun = client.conversations.create(items=[{"role": "user", "content": ASK}], metadata={"by": "me"})
+    strictly_read(Conversation, begun)
+    said: Any = {"type": "message", "role": "assistant", "content": expected}
+    client.conversations.items.create(begun.id, items=[said])
+    answer = client.responses.create(input="And then?", conversation=begun.id, **GREEDY)
+    strictly_read(Response, answer)
+    reply = answer_to(offline, ASK, expected, "And then?")
+    assert (answer.output_text, answer.conversation.id) == (reply, begun.id)  # type: ignore[union-attr]
+    with client.responses.stream(input="Why?", conversation={"id": begun.id}, **GREEDY) as stream:  # type: ignore[call-overload]
+        last = stream.get_final_response()
+    assert last.output_text == answer_to(offline, ASK, expected, "And then?", reply, "Why?")
+    pages = client.conversations.items.list(begun.id, order="asc", limit=4)
+    items: list[Any] = list(pages)  # of both pages
+    for item in items:
+        strictly_read(ConversationItem, item)
+    assert [item.role for item in items] == ["user", "assistant"] * 3
+    assert [item.content[0].text for item in items] == [ASK, expected, "And then?", reply, "Why?", last.output_text]
+    assert (items[3].id, items[5].id) == (answer.output[0].id, last.output[0].id)
+    assert [item.id for item in client.conversations.items.list(begun.id, limit=2)] == [each.id for each in items[::-1]]
+    assert client.conversations.retrieve(begun.id) == begun
+    strictly_read(ConversationDeletedResource, client.conversations.delete(begun.id))
+    for ask in (client.conversations.retrieve, client.conversations.delete, client.responses.retrieve):
+        with pytest.raises(openai.NotFoundError, match=begun.id):
+            ask(begun.id)
+    other = client.conversations.create()
+    with pytest.raises(openai.BadRequestError, match=f"there is no response '{other.id}'"):
+        client.responses.create(input="So?", previous_response_id=other.id, **GREEDY)
+    assert client.responses.create(input=ASK, conversation=other.id, **GREEDY).output_text == expected
+    with pytest.raises(openai.NotFoundError, match="there is no conversation"):
+        client.responses.create(input="So?", conversation=begun.id, **GREEDY)
+
+
+def test_a_response_in_the_background(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = Stepper(monkeypatch)
+    steps.llm.tokenizer.inner.chat_template = TEMPLATE  # type: ignore[union-attr]
+    with RunningServer(steps.llm) as server, server.connection() as connection:
+        asyncio.run(steps.llm.start())
+        send(connection, RESPONSES, input="a", max_output_tokens=5, temperature=0, background=True)
+        begun = json.loads(read_until(connection, b'"user":null}').partition(b"\r\n\r\n")[2])
+        connection.close()  # the client leaves
+        assert (begun["status"], begun["background"], begun["output"]) == ("queued", True, [])
+        client, seen = server.client, ["queued"]
+        while seen[-1] not in ("completed", "incomplete"):
+            steps.allow()
+            answer = client.responses.retrieve(begun["id"])
+            seen += [str(answer.status)] if answer.status != seen[-1] else []
+        strictly_read(Response, answer)
+        assert seen == ["queued", "in_progress", "incomplete"]
+        assert answer.usage is not None
+        assert answer.usage.output_tokens == 5
+        assert client.responses.cancel(answer.id) == answer
+        more = client.responses.create(
+            input="b", previous_response_id=answer.id, background=True, model="inflight-demo"
+        )
+        with pytest.raises(openai.BadRequestError, match="is not finished"):
+            client.responses.create(input="c", previous_response_id=more.id, **MODEL)
+        cancelled = client.responses.cancel(more.id)
+        assert (cancelled.status, client.responses.retrieve(more.id).status) == ("cancelled", "cancelled")
+        strictly_read(Response, cancelled)
+        steps.error = RuntimeError("the device is on fire")
+        failing = client.responses.create(input="d", background=True, **MODEL)
+        steps.allow()
+        while (failed := client.responses.retrieve(failing.id)).status != "failed":
+            pass
+        assert failed.error is not None
+        assert "the device is on fire" in failed.error.message
+        steps.error = None
+        server.check_idle()
+        assert not server.app.state.responses.running
+
+
+def test_only_responses_in_the_background_are_cancelled(server: RunningServer) -> None:
+    answer = server.client.responses.create(input=ASK, **GREEDY)
+    with pytest.raises(openai.BadRequestError, match="does not run in the background"):
+        server.client.responses.cancel(answer.id)
+    with pytest.raises(openai.NotFoundError):
+        server.client.responses.cancel("resp_never")
+
+
+def test_a_compacted_conversation_is_the_next_input() -> None:
+    with scripted_server(TEMPLATE) as server:
+        say(server, "It was a fox.")
+        given: list[Any] = [
+            {"role": "user", "content": "1"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": "3"},
+        ]
+        compacted = server.client.responses.compact(model="stories", input=given, instructions="0")
+        assert prompt_of(server).startswith("[s]0;[u]1;[a]2;[u]3;[u]Summarize")
+        assert (compacted.object, compacted.usage.output_tokens) == ("response.compaction", 1)
+        *users, summary = [each.to_dict() for each in compacted.output]
+        assert [(each["role"], each["content"][0]["text"]) for each in users] == [("user", "1"), ("user", "3")]
+        assert (summary["type"], "fox" in str(summary)) == ("compaction", False)
+        server.client.responses.create(model="stories", input=[*users, summary, {"role": "user", "content": "4"}])
+        assert prompt_of(server) == "[u]1;[u]3;[u][summary of the conversation so far]\nIt was a fox.;[u]4;[a]"
+        again = server.client.responses.compact(model="stories", input=[*users, summary, *given[:1]])
+        assert [each.type for each in again.output] == ["message"] * 3 + ["compaction"]
+        first = server.client.responses.create(model="stories", input="5")
+        server.client.responses.compact(model="stories", previous_response_id=first.id)
+        assert prompt_of(server).startswith("[u]5;[a]It was a fox.;[u]Summarize")
+        foreign = {"type": "compaction", "encrypted_content": "gAAA"}
+        answer = server.http.post(RESPONSES, json={"input": [foreign]})
+        assert (answer.status_code, "only its provider" in prompt_of(server)) == (200, True)
 
 
 def test_log_probabilities_are_reported_in_the_responses_format(server: RunningServer, expected: str) -> None:
@@ -281,8 +423,9 @@ IMAGE = {"type": "input_image", "image_url": "data:"}
         ),
         ({"input": "fox " * 2000}, "this model's maximum context length is 1024 tokens", "input"),
         ({"reasoning": {"effort": 3}}, "reasoning.effort is 3", "reasoning.effort"),
-        ({"background": True}, "background is True; this server does not support it", "background"),
-        ({"conversation": "conv_1"}, "this server does not support it", "conversation"),
+        ({"background": True, "stream": True}, "background is true; such a response is stored", "background"),
+        ({"background": True, "store": False}, "background is true; such a response is stored", "background"),
+        ({"conversation": "conv_1", "previous_response_id": "resp_1"}, "are both given", "conversation"),
         ({"prompt": {"id": "1"}}, "this server does not support it", "prompt"),
         ({"max_tokens": 5}, "there is no field 'max_tokens'; did you mean 'max_output_tokens'?", "max_tokens"),
         ({"max_output_tokens": 0}, "max_output_tokens is 0; it must be an integer from 1", "max_output_tokens"),

@@ -18,7 +18,7 @@ import pytest
 
 from inflight import AsyncLLM
 from inflight.cli import main
-from inflight.cli.serve import listen
+from inflight.cli.serve import listen, listen_at
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
 from inflight.server.operations.settings import OperatorSettings
@@ -192,6 +192,59 @@ def test_a_port_in_use_is_noticed_before_anything_is_loaded(
             main()
     assert ended.value.code == 1
     assert "Address already in use" in capfd.readouterr().err
+
+
+def test_several_hosts_have_one_port(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def serve_until_told(_1: object, _2: object, _3: object, listeners: list[socket.socket], *_: object) -> None:
+        port = listeners[0].getsockname()[1]
+        for host, listener in zip(("127.0.0.1", "127.0.0.2"), listeners, strict=True):
+            with listener, socket.create_connection((host, port)):
+                listener.accept()[0].close()
+
+    monkeypatch.setattr("inflight.server.run.serve_until_told", serve_until_told)
+    monkeypatch.setattr("inflight.server.operations.logs.set_up_logging", lambda **_: None)
+    hosts = ("--host", "127.0.0.1", "--host", "127.0.0.2")
+    monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--port", "0", *hosts])
+    main()
+    monkeypatch.setattr(sys, "argv", ["inflight", "serve", "--uds", "any", *hosts])
+    with pytest.raises(SystemExit):
+        main()
+    assert "--uds any and --host are given" in capfd.readouterr().err
+
+
+def test_a_unix_socket_under_a_path_that_a_proxy_may_strip(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with socket.socket(socket.AF_UNIX) as dead:
+        dead.bind(str(path))
+    command = [sys.executable, "-m", "inflight", "serve", "--uds", str(path), "--root-path", "/llm"]
+    environment = os.environ | {"INFLIGHT_API_KEYS": "sk-one"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with (
+        subprocess.Popen(command, text=True, env=environment, **pipes) as process,  # type: ignore[call-overload]
+        httpx2.Client(transport=httpx2.HTTPTransport(uds=str(path)), base_url="http://here", timeout=60) as client,
+    ):
+        try:
+            assert f" is served at unix:{path}" in process.stdout.readline()
+            with pytest.raises(OSError, match="in use"):
+                listen_at(str(path))
+            key = {"Authorization": "Bearer sk-one"}
+            for prefix in ("/llm", ""):
+                for page in ("/", "/docs", "/ui/app.js", "/health", "/metrics"):
+                    assert client.get(prefix + page).status_code == 200, prefix + page
+                assert client.get(f"{prefix}/v1/models").status_code == 401
+                assert client.get(f"{prefix}/v1/models", headers=key).status_code == 200
+                document = client.get(f"{prefix}/openapi.json", headers=key).json()
+                assert document["servers"] == [{"url": "/llm"}]
+                assert "/v1/models" in document["paths"]
+                answer = client.post(f"{prefix}/v1/messages", headers=key, json={})
+                assert answer.json()["type"] == "error"  # Anthropic's envelope
+            assert client.get("/llm").headers["location"].endswith("/llm/")  # to which the page's links are relative
+            assert client.get("/llmx/v1/models", headers=key).status_code == 404
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(60) == 0
+        finally:
+            process.kill()
+    assert not path.exists()
 
 
 def test_a_folder_without_a_tokenizer_is_said(

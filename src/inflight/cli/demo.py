@@ -13,7 +13,7 @@ import click
 
 from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
-from inflight.cli.serve import serve, serve_model
+from inflight.cli.serve import Address, serve, serve_model
 from inflight.demo_model import DEMO_MODEL
 
 PROMPTS = (
@@ -123,8 +123,8 @@ def _serve(slots: int, port: int, opens_browser: bool) -> None:
         if opens_browser and _has_screen():
             threading.Thread(target=webbrowser.open, args=(address,), daemon=True).start()
 
-    named = {name: options.pop(name) for name in ("host", "port", "served_model_names")}
-    serve_model(None, **named, options=options, when_ready=begin)
+    hosts, port, path, names = (options.pop(name) for name in ("host", "port", "uds", "served_model_names"))
+    serve_model(None, Address(hosts, port, path), names, options, when_ready=begin)
 
 
 def _has_screen() -> bool:

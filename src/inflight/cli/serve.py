@@ -1,14 +1,17 @@
 """`inflight serve`: runs the HTTP server in the foreground."""
 
+import errno
 import logging
 import os
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+from click.core import ParameterSource
 
 from inflight.cli.configurable import ConfigurableCommand
 from inflight.cli.models import OF_A_TABLE, models_argument, named, pool_settings
@@ -37,9 +40,32 @@ BACKLOG = 2048
 """Connections that may wait to be accepted; large enough for a thousand clients that connect at once."""
 
 
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: on a port of these hosts, or on a Unix socket."""
+
+    hosts: tuple[str, ...]
+    port: int
+    path: str | None = None
+
+    def urls(self, listeners: Sequence[socket.socket]) -> list[str]:
+        """The addresses for clients."""
+        if self.path is not None:
+            return [f"unix:{self.path}"]
+        port = listeners[0].getsockname()[1]
+        return [f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in self.hosts]
+
+
 @click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings), tables={"models": OF_A_TABLE})
-@click.option("--host", default="127.0.0.1", help="The address to listen on; 0.0.0.0: all of this machine's.")
+@click.option(
+    "--host",
+    multiple=True,
+    default=["127.0.0.1"],
+    help="The address to listen on; 0.0.0.0: all of this machine's. May be repeated.",
+)
 @click.option("--port", type=click.IntRange(0, 65535), default=8000, help="0: any free port.")
+@click.option("--uds", type=click.Path(), help="A Unix socket to listen on instead of --host and --port.")
+@click.option("--root-path", help="The path under which a proxy serves it, such as /llm, which the proxy may strip.")
 @click.option(
     "--served-model-name",
     "served_model_names",
@@ -65,6 +91,8 @@ BACKLOG = 2048
 )
 @click.option("--batch-dir", type=click.Path(), help="A folder for files and batch jobs; without it they are disabled.")
 @click.option("--max-file-size", type=size, help="Most bytes of an uploaded file, such as 4GiB.")
+@click.option("--response-store", type=click.Path(), help="A file that keeps stored responses and conversations.")
+@click.option("--response-store-size", type=size, help="Most bytes of them, such as 1GiB; the oldest are dropped.")
 @click.option("--record", type=click.Path(), help="Record every step in this file, prompts only as hashes.")
 @click.option("--record-size", type=size, default="64M", help="The size after which the next file of records begins.")
 @click.option("--record-files", type=click.IntRange(min=1), default=4, help="How many of them are kept.")
@@ -92,21 +120,34 @@ BACKLOG = 2048
 @replicas_option
 @tensor_parallel_option
 @engine_options
-def serve(models: tuple[str, ...], host: str, port: int, served_model_names: tuple[str, ...], **options: Any) -> None:
+def serve(
+    models: tuple[str, ...],
+    host: tuple[str, ...],
+    port: int,
+    uds: str | None,
+    served_model_names: tuple[str, ...],
+    **options: Any,
+) -> None:
     """Serve a model over HTTP, with OpenAI's API. MODEL means the same as --model MODEL; several models are loaded on
     demand, and may be given as NAME=MODEL."""
+    source = click.get_current_context().get_parameter_source
+    for other in ("host", "port"):
+        if uds is not None and source(other) is not ParameterSource.DEFAULT:
+            raise click.UsageError(
+                f"--uds {uds} and --{other} are given; a server listens on a socket's path or on ports"
+            )
+    address = Address(host, port, uds)
     pool = pool_settings(models, {**options, "served_model_names": served_model_names})
     if pool is not None:
-        serve_models(pool, host, port, options)
+        serve_models(pool, address, options)
         return
     name, model = named(models[0]) if models else (None, None)
-    serve_model(model, host, port, served_model_names if name is None else (name, *served_model_names), options)
+    serve_model(model, address, served_model_names if name is None else (name, *served_model_names), options)
 
 
 def serve_model(
     model: str | None,
-    host: str,
-    port: int,
+    address: Address,
     served_model_names: tuple[str, ...],
     options: dict[str, Any],
     when_ready: Callable[[str], None] = lambda _: None,
@@ -133,7 +174,7 @@ def serve_model(
         if operator_settings.api_key_file is None and KEYS_VARIABLE not in os.environ:
             raise click.UsageError(f"--allow-adapter-loading needs API keys: --api-key-file, or {KEYS_VARIABLE}")
         engine.setdefault("adapters", {})
-    listener = _listener(host, port, settings.max_stall)  # first, because the address may be in use
+    listeners = _listeners(address, settings.max_stall)  # first, because the address may be in use
     record_to = _record_to(options["record"], options["record_size"], options["record_files"])
     llm = AsyncLLM(
         model,
@@ -146,21 +187,21 @@ def serve_model(
 
     if llm.tokenizer is None:
         logging.getLogger("inflight.server").warning("%s has no tokenizer: it takes and returns token ids only", name)
-    address = _address(host, listener)
+    urls = address.urls(listeners)
 
     def tell_ready() -> None:
-        _say(operator_settings, f"{name} is served at {address}")
-        when_ready(address)
+        _say(operator_settings, f"{name} is served at {' and '.join(urls)}")
+        when_ready(urls[0])
 
     try:
         serve_until_told(
-            llm, settings, operator_settings, listener, tell_ready, os.environ.get(KEYS_VARIABLE), record_to
+            llm, settings, operator_settings, listeners, tell_ready, os.environ.get(KEYS_VARIABLE), record_to
         )
     except EngineDeadError as error:
         raise click.ClickException(str(error)) from error
 
 
-def serve_models(models: "PoolSettings", host: str, port: int, options: dict[str, Any]) -> None:
+def serve_models(models: "PoolSettings", address: Address, options: dict[str, Any]) -> None:
     """Run a server of several models until a signal.
 
     Args:
@@ -172,15 +213,15 @@ def serve_models(models: "PoolSettings", host: str, port: int, options: dict[str
 
     settings = ServerSettings(**values_for(ServerSettings, options))
     operator_settings = _operator_settings(options)
-    listener = _listener(host, port, settings.max_stall)
+    listeners = _listeners(address, settings.max_stall)
     ready = f"{', '.join(models.models)} {'are' if len(models.models) > 1 else 'is'} served at "
     serve_models_until_told(
         models,
         _async_llm_options(options),
         settings,
         operator_settings,
-        listener,
-        lambda: _say(operator_settings, ready + _address(host, listener)),
+        listeners,
+        lambda: _say(operator_settings, ready + " and ".join(address.urls(listeners))),
         os.environ.get(KEYS_VARIABLE),
     )
 
@@ -217,15 +258,34 @@ def listen(host: str, port: int, max_stall: float) -> socket.socket:
     return listener
 
 
-def _listener(host: str, port: int, max_stall: float) -> socket.socket:
+def listen_at(path: str) -> socket.socket:
+    """Open a Unix socket; one that a dead server has left behind is replaced. Raises `OSError`."""
+    listener = socket.socket(socket.AF_UNIX)
     try:
-        return listen(host, port, max_stall)
+        if Path(path).is_socket():
+            with socket.socket(socket.AF_UNIX) as client:
+                if client.connect_ex(path) == errno.ECONNREFUSED:
+                    Path(path).unlink()
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _listeners(address: Address, max_stall: float) -> list[socket.socket]:
+    where, listeners = address.path, list[socket.socket]()
+    try:
+        if address.path is not None:
+            return [listen_at(address.path)]
+        for host in address.hosts:
+            port = listeners[0].getsockname()[1] if listeners else address.port  # the same, also if any is wanted
+            where = f"{host}, port {port}"
+            listeners.append(listen(host, port, max_stall))
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {host}, port {port}: {error.strerror or error}") from error
-
-
-def _address(host: str, listener: socket.socket) -> str:
-    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+        raise click.ClickException(f"cannot listen on {where}: {error.strerror or error}") from error
+    return listeners
 
 
 def _say(settings: OperatorSettings, ready: str) -> None:

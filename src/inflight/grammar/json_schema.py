@@ -14,6 +14,8 @@ mean that, and other servers close objects, too. A schema combined with others (
 import json
 import re
 from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import accumulate
 from typing import Any
 
 from llguidance import LLMatcher
@@ -103,6 +105,7 @@ WHITESPACE = r"\x20|\r?\n[\x20\t]{0,80}"
 MAX_SCHEMAS = 5000
 MAX_OPTIONAL_PROPERTIES = 400
 MAX_PATTERN_PROPERTIES = 100
+MAX_FIRST_LOOKS = 16
 
 _BOUNDS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum")
 _IN_MAPS = {"properties", "patternProperties", "$defs", "definitions"}
@@ -121,6 +124,12 @@ _REFUSED = {
     *("$dynamicRef", "$dynamicAnchor", "$recursiveRef", "$recursiveAnchor"),
     *("nullable", "extends", "disallow", "divisibleBy", "x-guidance"),
 }
+_EVALUATES_MORE = {"anyOf", "oneOf", "additionalProperties", "patternProperties", "if", "dependentSchemas"}
+_REFERENCES = (
+    *(("$dynamicAnchor", "$anchor"), ("$dynamicRef", "$ref"), ("$recursiveRef", "$ref")),
+    ("$recursiveAnchor", "$comment"),
+)
+"""Dynamic references, and the static ones that are the same in one document."""
 _SPELLINGS = {re.sub(r"[$_-]", "", name).lower(): name for name in sorted(_KNOWN | _REFUSED)}
 
 # The library's formats check only syntax and allow 29 February in every year. These patterns restrict years and seconds
@@ -139,11 +148,36 @@ _STRICTER: dict[str, dict[str, Any]] = {
 
 
 _NAME_SAYS_NOTHING = {"title", "description", "$comment"}
-_ZOD_EMAIL = (
-    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
-    r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$",
+_DATE_PARTS, _TIME_PARTS = (
+    r"(\d+Y(\d+M)?(\d+D)?|\d+M(\d+D)?|\d+D)",
+    r"(\d+H(\d+M)?(\d+([.,]\d+)?S)?|\d+M(\d+([.,]\d+)?S)?|\d+([.,]\d+)?S)",
 )
-"""The pattern that zod writes beside the format "email", and one for the same texts without look-around."""
+_WITHOUT_LOOK_AROUND = {
+    # zod, beside the format "email"
+    r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$": (
+        r"^([A-Za-z0-9_'+\-]+\.)*[A-Za-z0-9_'+\-]*[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
+    ),
+    # zod, beside the format "duration"
+    r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$": (
+        rf"^P(\d+W|{_DATE_PARTS}(T{_TIME_PARTS})?|T{_TIME_PARTS})$"
+    ),
+    # pydantic, for decimal numbers
+    r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$": r"^[+-]?(\d+\.?\d*|\.\d+)$",
+}
+"""Patterns that frameworks write, and those for the same texts without look-around."""
+
+_FIRST_LOOK = re.compile(r"\^\(\?=((?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)")
+"""A look-ahead at the beginning of a pattern, without groups."""
+
+_UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+_OF_ANY_TEXT = {"binary", "byte", "password", "path", "file-path", "directory-path"}
+"""Formats of pydantic and OpenAPI that say what a text is for."""
+
+
+@lru_cache(256)
+def _is_known_format(name: str) -> bool:
+    schema = {"type": "string", "format": name}
+    return not LLMatcher.validate_grammar(LLMatcher.grammar_from_json_schema(schema))
 
 
 def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
@@ -162,6 +196,7 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
         schema = {}
     if not isinstance(schema, dict):
         raise InvalidRequestError(f"json_schema is {text[:80]}; it must be a JSON object")
+    is_one = text.count('"$id"') == ("$id" in schema)  # otherwise a dynamic reference depends on how it is reached
     num_patterns = 0
     bounds: dict[str, list[float]] = {name: [] for name in _BOUNDS}
     for num_schemas, (place, each) in enumerate(_schemas(schema), 1):
@@ -172,31 +207,93 @@ def checked_schema(text: str, *, is_exact: bool = False) -> dict[str, Any]:
                 f"json_schema is too large: at most {MAX_SCHEMAS} schemas and {MAX_PATTERN_PROPERTIES} "
                 "patternProperties are accepted, counted with all that are inside it"
             )
-        _simplify(each)
+        for dynamic, static in _REFERENCES if is_one else ():
+            if dynamic in each and static not in each:
+                each[static] = each.pop(dynamic)
+        _simplify(each, schema)
         _check(place, each)
         for name, numbers in bounds.items():
             if isinstance(each.get(name), int | float):
                 numbers.append(each[name])
         if isinstance(each.get("format"), str) and each["format"] in _STRICTER:
-            more = each.get("allOf", [])
-            each["allOf"] = [*(more if isinstance(more, list) else [more]), _STRICTER[each["format"]]]
+            _add(each, _STRICTER[each["format"]])
     _check_bounds(bounds)
     if not is_exact:
         close_objects(schema)
     return {**schema, "x-guidance": {"whitespace_pattern": WHITESPACE}}
 
 
-def _simplify(schema: dict[str, Any]) -> None:
-    """Rewrite no-ops and synonyms in the library's form. Mutates the schema."""
+def _add(schema: dict[str, Any], *more: dict[str, Any]) -> None:
+    """Demand more of a value. Mutates the schema."""
+    given = schema.get("allOf", [])
+    if more:
+        schema["allOf"] = [*(given if isinstance(given, list) else [given]), *more]
+
+
+def _simplify(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Rewrite no-ops, synonyms and what can be said otherwise in the library's form. Mutates the schema."""
     kinds = schema.get("type")
     if isinstance(schema.get("nullable"), bool) and schema.pop("nullable") and kinds is not None:  # OpenAPI's
         kinds = kinds if isinstance(kinds, list) else [kinds]
         schema["type"] = kinds if "null" in kinds else [*kinds, "null"]
-    if schema.get("pattern") == _ZOD_EMAIL[0]:
-        schema["pattern"] = _ZOD_EMAIL[1]
+    for excluded, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
+        if isinstance(schema.get(excluded), bool) and schema.pop(excluded) and bound in schema:  # OpenAPI 3.0's
+            schema[excluded] = schema.pop(bound)
+    if isinstance(pattern := schema.get("pattern"), str):
+        schema["pattern"], looks = _without_first_looks(_WITHOUT_LOOK_AROUND.get(pattern, pattern))
+        _add(schema, *looks)
+    given = schema.get("format")
+    if isinstance(given, str) and (given in _OF_ANY_TEXT or ("pattern" in schema and not _is_known_format(given))):
+        del schema["format"]
+    if "unevaluatedProperties" in schema:
+        _close_whole(schema, root)
+    _simplify_names(schema, root)
+
+
+def _without_first_looks(pattern: str) -> tuple[str, list[dict[str, Any]]]:
+    """Return a pattern without the look-aheads at its beginning, and schemas that say the same as those."""
+    bare = re.sub(r"\\.|\[(?:[^\]\\]|\\.)*\]", "", pattern)
+    depths = accumulate((mark == "(") - (mark == ")") for mark in bare)
+    looks: list[dict[str, Any]] = []
+    if any(mark == "|" and depth == 0 for mark, depth in zip(bare, depths, strict=True)):
+        return pattern, looks  # they are those of the first alternative
+    while len(looks) < MAX_FIRST_LOOKS and (look := _FIRST_LOOK.match(pattern)):
+        looks.append({"pattern": f"^(?:{look[1]})"})
+        pattern = f"^{pattern[look.end() :]}"
+    return pattern, looks
+
+
+def _close_whole(schema: dict[str, Any], root: dict[str, Any]) -> None:
+    """Replace `unevaluatedProperties` by `additionalProperties` where all evaluated names are known. Mutates the
+    schema."""
+    value = schema["unevaluatedProperties"]
+    named: dict[str, Any] = {}
+    stack: list[Any] = [] if value is True else [schema]
+    seen = {id(schema)}
+    for each in stack:  # grows
+        mine = each.get("properties", {}) if isinstance(each, dict) else None
+        if not isinstance(mine, dict) or not each.keys().isdisjoint(_EVALUATES_MORE):
+            return
+        if each is not schema and "unevaluatedProperties" in each:
+            return
+        named |= {name: {} for name in mine}
+        parts = [part for part in _in_place(each, root) if id(part) not in seen]
+        seen.update(map(id, parts))
+        stack += parts
+    if named:
+        schema["properties"] = {**named, **schema.get("properties", {})}
+    del schema["unevaluatedProperties"]
+    schema.setdefault("additionalProperties", value)
+
+
+def _simplify_names(schema: dict[str, Any], root: dict[str, Any]) -> None:
     names = {} if schema.get("propertyNames") is True else schema.get("propertyNames")
+    if isinstance(names, dict) and isinstance(names.get("$ref"), str) and len(names) == 1:
+        names = _pointed_at(names["$ref"], root)
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
+    if "pattern" in names or names.get("format") == "uuid":
+        names = {"pattern": _UUID, **{name: value for name, value in names.items() if name != "format"}}
     names = {name: value for name, value in names.items() if name not in {"type", *_NAME_SAYS_NOTHING}}
     if names and not schema.keys().isdisjoint(("properties", "patternProperties")):
         return
@@ -227,9 +324,6 @@ def _check(place: str, schema: Mapping[str, Any]) -> None:
         meant = _SPELLINGS.get(re.sub(r"[$_-]", "", keyword).lower())
         if keyword not in _KNOWN and meant is not None:
             raise InvalidRequestError(f"json_schema has {keyword!r} at {place}; did you mean {meant!r}?")
-    for keyword in ("exclusiveMinimum", "exclusiveMaximum"):
-        if isinstance(schema.get(keyword), bool):  # drafts 3 and 4
-            raise InvalidRequestError(f"json_schema has {keyword} {schema[keyword]} at {place}; it must be a number")
     if "$ref" in schema and place != "#" and not schema.keys().isdisjoint(("$id", "id")):
         raise InvalidRequestError(f"json_schema has an id beside $ref at {place}; drafts differ on what that refers to")
     patterns = schema.get("patternProperties")

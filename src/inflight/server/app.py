@@ -52,7 +52,7 @@ def create_app(
             on every request fails.
 
     Raises:
-        ValueError: the folder for batch jobs cannot be used, or another process has it.
+        ValueError: the store of responses or the folder for batch jobs cannot be used, or another process has it.
     """
 
     @contextlib.asynccontextmanager
@@ -72,9 +72,11 @@ def create_app(
             if jobs is not None:
                 await jobs.stop()
             await llm.stop()
+            store.close()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
-    _set_up(app, Service(llm, settings, observer, int(time.time())), lambda _: True)
+    store = ResponseStore(settings.response_store, settings.response_store_size)
+    _set_up(app, Service(llm, settings, observer, int(time.time())), lambda _: True, store)
     jobs = None if settings.batch_dir is None else _batch_jobs(llm, settings, Path(settings.batch_dir), observer)
     app.state.batch_jobs = jobs
     return app
@@ -84,7 +86,7 @@ def background_app(llm: AsyncLLM, settings: ServerSettings) -> FastAPI:
     """Return the application that answers requests of batch jobs."""
     background = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     service = Service(llm, replace(settings, request_timeout=None), None, int(time.time()), in_background=True)
-    _set_up(background, service, lambda endpoint: endpoint.is_batch_line)
+    _set_up(background, service, lambda endpoint: endpoint.is_batch_line, ResponseStore())
     return background
 
 
@@ -101,10 +103,10 @@ def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: Req
         raise ValueError(f"the folder for batch jobs cannot be used: {error}") from error
 
 
-def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool]) -> None:
+def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool], store: ResponseStore) -> None:
     app.state.service = app.state.catalog = service
     app.state.settings, app.state.is_strict = service.settings, service.settings.strict
-    app.state.responses = ResponseStore()
+    app.state.responses = store
     add_endpoints(app, lambda endpoint: JsonRoute if has(endpoint) else None)
     add_error_handlers(app, errors_of_path)
 

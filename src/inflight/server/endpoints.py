@@ -15,6 +15,7 @@ from inflight.server.anthropic import endpoint as anthropic
 from inflight.server.batches import batches_endpoint, files_endpoint
 from inflight.server.openai import adapters, chat, completions, tokenization
 from inflight.server.pooling import embeddings, scores
+from inflight.server.responses import conversations
 from inflight.server.responses import endpoint as responses
 from inflight.server.responses.answer import ResponsesErrors
 from inflight.server.serving import status
@@ -71,8 +72,15 @@ ENDPOINTS = (
     Endpoint("/tokenize", tokenization.tokenize),
     Endpoint("/detokenize", tokenization.detokenize),
     Endpoint("/tokenizer_info", tokenization.tokenizer_info, GET),
+    Endpoint("/v1/responses/compact", responses.compact_response, operation="chat", errors=RESPONSES_ERRORS),
     Endpoint("/v1/responses/{response_id}", responses.get_response, GET, answered_by="server"),
+    Endpoint("/v1/responses/{response_id}/cancel", responses.cancel_response, answered_by="server"),
     Endpoint("/v1/responses/{response_id}", responses.delete_response, ("DELETE",), answered_by="server"),
+    Endpoint("/v1/conversations", conversations.create, answered_by="server"),
+    Endpoint("/v1/conversations/{conversation_id}", conversations.retrieve, GET, answered_by="server"),
+    Endpoint("/v1/conversations/{conversation_id}", conversations.delete, ("DELETE",), answered_by="server"),
+    Endpoint("/v1/conversations/{conversation_id}/items", conversations.add_items, answered_by="server"),
+    Endpoint("/v1/conversations/{conversation_id}/items", conversations.list_items, GET, answered_by="server"),
     Endpoint("/v1/load_lora_adapter", adapters.load_adapter, answered_by="single model"),
     Endpoint("/v1/unload_lora_adapter", adapters.unload_adapter, answered_by="single model"),
     Endpoint(

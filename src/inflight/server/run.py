@@ -10,7 +10,8 @@ import asyncio
 import gc
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import uvicorn
@@ -39,7 +40,7 @@ def serve_until_told(
     llm: AsyncLLM,
     settings: ServerSettings,
     operator_settings: OperatorSettings,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
     record_to: RecordTo | None = None,
@@ -47,7 +48,7 @@ def serve_until_told(
     """Serve until SIGTERM or SIGINT. SIGHUP rereads the API keys, SIGUSR1 reloads the model.
 
     Args:
-        listener: a listening socket; see `operations.listener`.
+        listeners: listening sockets; a Unix one is removed in the end.
         tell_ready: called when the engine is loaded. Earlier requests are accepted and wait.
         environment_keys: more API keys, separated by commas.
         record_to: where `llm` records its steps, for the live page.
@@ -99,7 +100,7 @@ def serve_until_told(
         is_ready()
 
     try:
-        _run(app, operations, ModelReload(llm), listener, start)
+        _run(app, operations, ModelReload(llm), listeners, start)
     finally:
         if view is not None:
             view.close()
@@ -112,7 +113,7 @@ def serve_models_until_told(
     options: Mapping[str, Any],
     settings: ServerSettings,
     operator_settings: OperatorSettings,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     tell_ready: Callable[[], None],
     environment_keys: str | None = None,
 ) -> None:
@@ -121,7 +122,7 @@ def serve_models_until_told(
 
     Args:
         options: those of each engine, as `AsyncLLM` takes them.
-        listener, tell_ready, environment_keys: see `serve_until_told`.
+        listeners, tell_ready, environment_keys: see `serve_until_told`.
 
     Raises:
         ValueError: an option is wrong, or see `OperationsStack`.
@@ -139,14 +140,14 @@ def serve_models_until_told(
     async def start() -> None:
         tell_ready()
 
-    _run(app, surroundings, ModelReload(served), listener, start)
+    _run(app, surroundings, ModelReload(served), listeners, start)
 
 
 def _run(
     app: FastAPI,
     surroundings: OperationsStack,
     model_reload: ModelReload,
-    listener: socket.socket,
+    listeners: Sequence[socket.socket],
     start: Callable[[], Awaitable[None]],
 ) -> None:
     config = uvicorn.Config(
@@ -159,18 +160,21 @@ def _run(
         timeout_keep_alive=surroundings.timeout_keep_alive,
     )
     on_signals = {"SIGHUP": surroundings.reload, "SIGUSR1": model_reload.begin}
+    paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
     server = DrainingServer(config, surroundings.drain, on_signals)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, surroundings.drain, listener, start))
+            runner.run(_serve(server, surroundings.drain, listeners, start))
         finally:
+            for path in paths:
+                path.unlink(missing_ok=True)
             runner.run(surroundings.close())
 
 
 async def _serve(
-    server: DrainingServer, drain: Drain, listener: socket.socket, start: Callable[[], Awaitable[None]]
+    server: DrainingServer, drain: Drain, listeners: Sequence[socket.socket], start: Callable[[], Awaitable[None]]
 ) -> None:
-    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    serving = asyncio.create_task(server.serve(sockets=[*listeners]))
     try:
         await start()
     except (ModelError, EngineDeadError):

@@ -58,6 +58,20 @@ def test_a_conversation_goes_on_with_another_model(models: RunningModels) -> Non
     models.client.responses.delete(first.id)
 
 
+def test_a_conversation_and_its_responses_in_the_background_are_of_all_models(models: RunningModels) -> None:
+    client, texts = models.client, []
+    conversation = client.conversations.create().id
+    for name in ("red", "green"):
+        answer = client.responses.create(
+            model=name, input="The fox", conversation=conversation, background=True, max_output_tokens=16, **GREEDY
+        )
+        while answer.status in ("queued", "in_progress"):
+            answer = client.responses.retrieve(answer.id)
+        texts.append(answer.output_text)
+    items: list[Any] = list(client.conversations.items.list(conversation, order="asc"))
+    assert [item.content[0].text for item in items] == ["The fox", texts[0], "The fox", texts[1]]
+
+
 def test_the_least_recently_used_goes_when_there_are_too_many(models: RunningModels) -> None:
     for name in ("red", "green"):
         models.complete(name)

@@ -26,25 +26,25 @@ from inflight.server.serving.request_fields import ChatBody, structured
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
-
-
-class CacheControl(StrictModel):
-    """Accepted and ignored: the prefix cache keeps prefixes anyway, while there is room."""
-
-    MAY_HAVE_MORE = True
-
-    type: str | None = None
-    ttl: str | None = None
+from inflight.server.wire.strict_model import (
+    READING,
+    HistoryModel,
+    Many,
+    StrictModel,
+    by_type,
+    leaving_out,
+    of_type,
+    text_part,
+)
 
 
 class Cached(StrictModel):
-    """An object that may have `cache_control`."""
+    """An object that may have `cache_control`, which has no effect: the prefix cache keeps prefixes anyway."""
 
-    cache_control: CacheControl | None = None
+    cache_control: dict[str, Any] | None = None
 
 
-class TextBlock(Cached):
+class TextBlock(HistoryModel, Cached):
     """A block of text."""
 
     NOT_SUPPORTED: ClassVar = {"citations": ([],)}
@@ -53,10 +53,10 @@ class TextBlock(Cached):
     text: str
 
 
-Text = str | Many[Annotated[TextBlock, of_type("parts", "text", has_placeholder=True)]]
+Text = str | Many[Annotated[TextBlock, of_type("parts", "text", otherwise=text_part("text"))]]
 
 
-class ToolUseBlock(Cached):
+class ToolUseBlock(HistoryModel, Cached):
     """A call that the assistant made in an earlier turn."""
 
     NOT_SUPPORTED: ClassVar = {"caller": ({"type": "direct"},)}
@@ -64,10 +64,10 @@ class ToolUseBlock(Cached):
     type: Literal["tool_use"]
     id: str
     name: str
-    input: Any
+    input: Any = None
 
 
-class ToolResultBlock(Cached):
+class ToolResultBlock(HistoryModel, Cached):
     """The result of a tool call. (Templates lack `is_error`, so the text itself must say so.)"""
 
     type: Literal["tool_result"]
@@ -76,7 +76,7 @@ class ToolResultBlock(Cached):
     is_error: bool | None = None
 
 
-class ThinkingBlock(Cached):
+class ThinkingBlock(HistoryModel, Cached):
     """Reasoning of an earlier turn. Most chat templates drop it unless calls follow."""
 
     type: Literal["thinking"]
@@ -90,7 +90,7 @@ Block = Annotated[
     | Annotated[ToolUseBlock, Tag("#tool_use")]
     | Annotated[ToolResultBlock, Tag("#tool_result")],
     by_type("text"),
-    of_type("parts", "text", "thinking", "tool_use", "tool_result", has_placeholder=True),
+    of_type("parts", "text", "thinking", "tool_use", "tool_result", otherwise=text_part("text")),
 ]
 BLOCKS_OF = {
     "user": (TextBlock, ToolResultBlock),
@@ -100,33 +100,33 @@ BLOCKS_OF = {
 """The blocks that messages of each role may contain."""
 
 
-NO_SECRETS = leaving_out("content", only=["redacted_thinking"])
-"""Encrypted reasoning of another provider's model in an earlier turn."""
-
-
-class Turn(StrictModel):
+class Turn(HistoryModel):
     """A message of a chat."""
 
     role: Literal["user", "assistant", "system"]
-    content: str | Annotated[Many[Block], NO_SECRETS]
+    content: str | Many[Block]
 
     def for_template(self, where: str) -> Iterator[dict[str, Any]]:
-        """Yield each block as a separate message. Raises `ApiError` for blocks that the role cannot have."""
-        if isinstance(self.content, str):
-            yield {"role": self.role, "content": self.content}
+        """Yield each block as a separate message, of the role that has such blocks. In strict mode, raises `ApiError`
+        for blocks that this message's role cannot have."""
+        if not self.content or isinstance(self.content, str):
+            yield {"role": self.role, "content": self.content or ""}
             return
         for block in self.content:
             if not isinstance(block, BLOCKS_OF[self.role]):
-                raise ApiError(400, f"{where} is of the role {self.role!r}, which has no blocks of type {block.type!r}")
+                message = f"{where} is of the role {self.role!r}, which has no blocks of type {block.type!r}"
+                if READING.get().is_strict:
+                    raise ApiError(400, message, param=where)
+                READING.get().ignore("role")
             match block:
                 case TextBlock():
                     yield {"role": self.role, "content": block.text}
                 case ThinkingBlock():
-                    yield {"role": self.role, "content": "", "reasoning_content": block.thinking}
+                    yield {"role": "assistant", "content": "", "reasoning_content": block.thinking}
                 case ToolUseBlock():
-                    function = {"name": block.name, "arguments": block.input}
+                    function = {"name": block.name, "arguments": {} if block.input is None else block.input}
                     call = {"id": block.id, "type": "function", "function": function}
-                    yield {"role": self.role, "content": "", "tool_calls": [call]}
+                    yield {"role": "assistant", "content": "", "tool_calls": [call]}
                 case ToolResultBlock():
                     content = text_of(block.content)
                     yield {"role": "tool", "content": content, "tool_call_id": block.tool_use_id}
@@ -313,7 +313,9 @@ class CountRequest(Cached):
         messages = with_names(_merged([*system, *turns]))
         is_open = bool(messages) and messages[-1]["role"] == "assistant"
         if is_open and messages[-1].get("tool_calls"):
-            raise ApiError(400, "messages end with calls; their results must follow", param="messages")
+            if READING.get().is_strict:
+                raise ApiError(400, "messages end with calls; their results must follow", param="messages")
+            is_open = False
         prompt = {"messages": messages, "add_generation_prompt": not is_open, "continue_final_message": is_open}
         return {**prompt, **template_variables(self.chat_template_kwargs), **self.tool_fields.template_tools}
 

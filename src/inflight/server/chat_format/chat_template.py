@@ -4,9 +4,11 @@ that earlier turns keep their text and are found in the prefix cache. Independen
 fields.
 """
 
+import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import sha256
 from itertools import product
 from typing import Any, TypeAlias
 
@@ -80,13 +82,15 @@ _CLIENT_LINE = re.compile(r"\Ax-anthropic-billing-header:.*\n?")
 
 def _with_system_first(history: History, *, is_one: bool) -> History:
     """Return a history whose later system messages are a user's text where they stand, in one message with the user's
-    text next to it; and whose leading ones are one message, if `is_one`."""
+    text next to it. If `is_one`, consecutive messages of one role are one, except calls and results."""
     groups: list[tuple[str, list[Mapping[str, Any]]]] = []
     for message in history:
         before, group = groups[-1] if groups else ("system", [])
         role = "user" if message["role"] == "system" != before else message["role"]
-        is_next = bool(group) and role == before
-        if is_next and (is_one if role == "system" else "system" in (message["role"], group[-1]["role"])):
+        last = group[-1] if group else {}
+        is_text = role != "tool" and not last.get("tool_calls") and not message.get("tool_calls")
+        has_system = role != "system" and "system" in (message["role"], last.get("role"))
+        if group and role == before and (has_system or (is_one and is_text)):
             group.append(message)
         else:
             groups.append((role, [message]))
@@ -94,6 +98,10 @@ def _with_system_first(history: History, *, is_one: bool) -> History:
         {**group[0], "role": role, "content": "\n\n".join(filter(None, (each["content"] for each in group)))}
         for role, group in groups
     ]
+
+
+def _with_calls(history: History, change: Callable[[Mapping[str, Any]], Mapping[str, Any]]) -> History:
+    return [{**each, "tool_calls": [*map(change, c)]} if (c := each.get("tool_calls")) else each for each in history]
 
 
 def _with_objects(history: History) -> History:
@@ -105,27 +113,58 @@ def _with_objects(history: History) -> History:
         is_object = isinstance(given, Mapping)
         return call if is_object else {**call, "function": {**call["function"], "arguments": {"arguments": given}}}
 
+    return _with_calls(history, mended)
+
+
+def _with_short_ids(history: History) -> History:
+    """Return a history in which the ids of calls are nine letters and digits, as Mistral's templates need them."""
+
+    def short(given: Any) -> str:
+        return str(given) if re.fullmatch("[A-Za-z0-9]{9}", str(given)) else sha256(str(given).encode()).hexdigest()[:9]
+
     return [
-        {**each, **({"tool_calls": [*map(mended, c)]} if (c := each.get("tool_calls")) else {})} for each in history
+        {**each, "tool_call_id": short(each.get("tool_call_id"))} if each["role"] == "tool" else each
+        for each in _with_calls(history, lambda call: {**call, "id": short(call["id"])})
     ]
+
+
+def _as_text(history: History) -> History:
+    """Return a history in the form that every template takes: texts of a user and the assistant by turns, the user's
+    first, behind at most one system message. Calls and results are written as text."""
+    texts = []
+    for each in history:
+        text, role = each["content"], each["role"]
+        if role == "tool":
+            text, role = f"[result of {each.get('name') or 'a call'}: {text}]", "user"
+        calls = [call["function"] for call in each.get("tool_calls") or ()]
+        shown = [f"[call of {call['name']}: {json.dumps(call['arguments'], ensure_ascii=False)}]" for call in calls]
+        texts.append({"role": role, "content": "\n".join(filter(None, (text, *shown)))})
+    num_system = next((i for i, each in enumerate(texts) if each["role"] != "system"), len(texts))
+    is_begun = [each["role"] for each in texts[num_system : num_system + 1]] == ["user"]
+    begin = [] if is_begun else [{"role": "user", "content": ""}]
+    return _with_system_first([*texts[:num_system], *begin, *texts[num_system:]], is_one=True)
 
 
 def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
     """Yield a history without that line, then, unless reading is strict, in forms that more templates take, each with
-    the names of the changes."""
+    the names of the changes. A form changes a message by what is before it only, so that its text stays the same when
+    the history grows."""
     texts = [_CLIENT_LINE.sub("", each["content"]) if each["role"] == "system" else each["content"] for each in history]
     kept: History = [{**message, "content": text} for message, text in zip(history, texts, strict=True)]
     if kept != history:
         READING.get().ignore("x-anthropic-billing-header")
-    tried: list[History] = []
-    for is_one, are_objects in product((None, False, True), (False, True)):
+    yield kept, []
+    if READING.get().is_strict:
+        return
+    tried: list[History] = [kept]
+    for is_one, are_objects, are_short in product((None, False, True), (False, True), (False, True)):
         form = kept if is_one is None else _with_system_first(kept, is_one=is_one)
         form = _with_objects(form) if are_objects else form
+        form = _with_short_ids(form) if are_short else form
         if form not in tried:
             tried.append(form)
-            yield form, ["role"] * (is_one is not None) + ["arguments"] * are_objects
-        if READING.get().is_strict:
-            return
+            yield form, ["role"] * (is_one is not None) + ["arguments"] * are_objects + ["tool_call_id"] * are_short
+    yield _as_text(kept), ["role", "tool_calls"]
 
 
 def render_chat(

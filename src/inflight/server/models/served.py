@@ -29,7 +29,7 @@ from inflight.server.models.pool import ModelPool, PoolSettings
 from inflight.server.models.route import again, chosen, own_scope
 from inflight.server.responses.store import ResponseStore
 from inflight.server.serving.observer import RequestObserver
-from inflight.server.serving.settings import ServerSettings
+from inflight.server.serving.settings import IN_MEMORY, ServerSettings
 from inflight.server.wire.api_errors import ApiError
 
 
@@ -115,7 +115,8 @@ class ServedModels:
             name: _Engines.from_options({**options, **_without(OF_ANSWERS, own[name])}, models.num_loaded)
             for name in own
         }
-        self._settings, self._responses, self._has_page = settings, ResponseStore(), page is not None
+        self._settings, self._has_page = settings, page is not None
+        self._responses = ResponseStore(settings.response_store, settings.response_store_size)
         self._num_slots = max(each.num_slots for each in engines.values()) * models.num_loaded
         self._loads = {
             name: ModelLoad(
@@ -199,7 +200,9 @@ class _Engines:
 def _settings_of(name: str, settings: ServerSettings, own_options: Mapping[str, Any]) -> ServerSettings:
     """The settings of one model."""
     own = {option: value for option, value in own_options.items() if option in OF_ANSWERS}
-    return replace(settings, **{**own, "model_name": name, "model_aliases": (), "batch_dir": None})
+    return replace(
+        settings, **{**own, "model_name": name, "model_aliases": (), "batch_dir": None, "response_store": IN_MEMORY}
+    )
 
 
 def _without(names: set[str], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -12,16 +12,15 @@ from inflight.server.openai.sampling_fields import IGNORED, NOT_SUPPORTED_YET, S
 from inflight.server.serving.request_fields import ChatBody
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
-from inflight.server.wire.strict_model import Many, StrictModel, of_type
+from inflight.server.wire.strict_model import READING, HistoryModel, Many, StrictModel, of_type, text_part
 
 MAX_MESSAGES = 2**14
 
 
-class TextPart(StrictModel):
+class TextPart(HistoryModel):
     """A part of a message's content."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "cache_control": (), "prompt_cache_breakpoint": ()}
-    IGNORED: ClassVar = {"cache_control", "prompt_cache_breakpoint"}
 
     type: Literal["text"]
     text: str
@@ -34,7 +33,7 @@ def text_of(content: str | list[Any] | None) -> str:
     return "\n".join(part.text for part in content)
 
 
-class Function(StrictModel):
+class Function(HistoryModel):
     """The function that a tool call names.
 
     Attributes:
@@ -46,7 +45,7 @@ class Function(StrictModel):
     parsed_arguments: Any = None
 
 
-class ToolCall(StrictModel):
+class ToolCall(HistoryModel):
     """A call that the assistant made in an earlier turn.
 
     Attributes:
@@ -55,8 +54,19 @@ class ToolCall(StrictModel):
 
     id: str | None = None
     index: int | None = None
-    type: Literal["function"] = "function"
+    type: Literal["function"] | None = None
     function: Function
+
+
+def _function_call(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a call of an unknown type as one of a function, so that its result follows a call."""
+    kind = str(given.get("type"))
+    own = given[kind] if isinstance(given.get(kind), dict) else {}
+    name, arguments = (each if isinstance(each, str) else None for each in (own.get("name"), own.get("input")))
+    return {
+        "id": given.get("id"),
+        "function": {"name": name or kind, "arguments": text if arguments is None else arguments},
+    }
 
 
 class Prediction(StrictModel):
@@ -66,7 +76,7 @@ class Prediction(StrictModel):
     content: str | Many[TextPart]
 
 
-class Message(StrictModel):
+class Message(HistoryModel):
     """A message of a chat.
 
     Attributes:
@@ -85,9 +95,11 @@ class Message(StrictModel):
     }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | Many[Annotated[TextPart, of_type("parts", "text", has_placeholder=True)]] | None = None
+    content: str | Many[Annotated[TextPart, of_type("parts", "text", otherwise=text_part("text"))]] | None = None
     name: str | None = None
-    tool_calls: Many[ToolCall] | None = None
+    tool_calls: (
+        Many[Annotated[ToolCall, of_type("calls", "function", absent="function", otherwise=_function_call)]] | None
+    ) = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -97,8 +109,8 @@ class Message(StrictModel):
 
     def for_template(self, where: str) -> dict[str, Any]:
         """Return the message as templates expect it: "developer" becomes "system", arguments are parsed JSON. Raises
-        `ApiError` if it has no content, and is not the assistant's."""
-        if self.content is None and self.role != "assistant":
+        `ApiError` if it has no content, is not the assistant's, and reading is strict."""
+        if self.content is None and self.role != "assistant" and READING.get().is_strict:
             raise ApiError(400, f"{where} has no content", param=where)
         message: dict[str, Any] = {
             "role": "system" if self.role == "developer" else self.role,

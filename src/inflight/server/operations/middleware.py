@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import ClassVar
 
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from inflight.server.endpoints import errors_of_path
@@ -108,3 +108,19 @@ class RequestIds(Middleware):
             await send(message)
 
         await app(scope, receive, send_named)
+
+
+class RootPath(Middleware):
+    """Puts the application under a path; a proxy may have stripped it."""
+
+    def __init__(self, root_path: str) -> None:
+        self._root_path = root_path
+
+    async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
+        """See `Middleware`."""
+        root, path = self._root_path, scope["path"]
+        if path == root:  # the page's links are relative
+            await RedirectResponse(f"{root}/")(scope, receive, send)
+            return
+        path = path if path.startswith(f"{root}/") else root + path
+        await app({**scope, "root_path": root, "path": path}, receive, send)

@@ -33,6 +33,7 @@ class OperatorSettings:
         log_text: whether prompts and answers are logged.
         cors_origins: origins whose web pages may call the server; "*" means all.
         ui: whether `/` answers with the live page.
+        root_path: the path under which a proxy serves it, whether or not the proxy strips it.
         traces_endpoint: an OpenTelemetry collector's URL for traces (OTLP over HTTP); None: no traces.
 
     Raises:
@@ -52,8 +53,12 @@ class OperatorSettings:
     cors_origins: tuple[str, ...] = ()
     traces_endpoint: str | None = None
     ui: bool = True
+    root_path: str = ""
 
     def __post_init__(self) -> None:
+        path = self.root_path
+        if path and (not path.startswith("/") or path.endswith("/")):
+            raise ValueError(f"root_path is {path!r}; it must begin and not end with a slash, such as '/llm'")
         endpoint = self.traces_endpoint
         if endpoint is not None and not endpoint.startswith(("http://", "https://")):
             raise ValueError(

@@ -21,7 +21,7 @@ from inflight.server.operations.engine_metrics import ReadStats
 from inflight.server.operations.lifecycle import Drain
 from inflight.server.operations.limits import BodyLimit, ConcurrencyLimit
 from inflight.server.operations.metrics import Metrics
-from inflight.server.operations.middleware import Middleware, RequestIds
+from inflight.server.operations.middleware import Middleware, RequestIds, RootPath
 from inflight.server.operations.settings import OperatorSettings
 from inflight.server.operations.tracing import Tracing, exporting_provider
 from inflight.server.serving.observer import Observers, RequestObserver
@@ -95,7 +95,8 @@ class OperationsStack:
         app = self.access_log.middleware(self._around.middleware(app))
         if self._tracing is not None:
             app = self._tracing.middleware(app)
-        return RequestIds().middleware(app)
+        app = RequestIds().middleware(app)
+        return RootPath(settings.root_path).middleware(app) if settings.root_path else app
 
     def reload(self) -> None:
         """Reread the API keys. On failure the old ones stay. Does not raise."""

@@ -10,7 +10,7 @@ from inflight.contracts.api.outputs import CompletionOutput, RequestOutput, Text
 from inflight.server.chat_format.blocks import Block, BlockDelta, Blocks, CallBlock, ReasoningBlock, TextBlock
 from inflight.server.chat_format.tools import call_for_template, with_calls_joined, with_names
 from inflight.server.openai import logprobs
-from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_reasoning
+from inflight.server.responses.request import ENCODED, Chat, ResponsesRequest, encoded_reasoning, items_of, stored_items
 from inflight.server.responses.store import ResponseStore, StoredResponse
 from inflight.server.serving.chat import ChatAnswer, Events
 from inflight.server.serving.service import RenderedChat, Service
@@ -78,7 +78,7 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
     """A response.
 
     Args:
-        store: where to store it; None: nowhere.
+        store: where to store it, unless the request says otherwise.
         earlier: the conversation that it continues.
 
     Attributes:
@@ -90,7 +90,8 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
     def __init__(
         self, body: ResponsesRequest, service: Service, info: ModelInfo, store: ResponseStore, earlier: Chat
     ) -> None:
-        self._store, self._kept = (None if body.store is False else store), StoredResponse(b"", ())
+        self._conversations, self._store = store, None if body.store is False else store
+        self._kept = StoredResponse(b"", ())
         self.chat = (*earlier, *body.messages)
         super().__init__(body, service, info)
 
@@ -98,7 +99,7 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         return _prompt(self.body, self.chat, service, info), None
 
     def whole(self, output: RequestOutput) -> bytes:
-        read, scores = _read_whole(self, output)
+        read, scores = read_whole(self, output)
         answer = to_json(_finished(self, output, read, scores))
         self.remember(answer, read)
         return answer
@@ -110,6 +111,9 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
     def keep(self) -> None:
         if self._store is not None:
             self._store.put(self.generation.request_id, self._kept)
+        if self.body.conversation is not None:
+            items = [*stored_items(items_of(self.body.input)), *json.loads(self._kept.answer)["output"]]
+            self._conversations.extend(self.body.conversation, items)
 
     def events(self) -> "ResponseEvents":
         return ResponseEvents(self)
@@ -154,7 +158,7 @@ def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedC
         return None
 
 
-def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
+def read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
     """Divide a whole answer into blocks, token by token for log-probabilities."""
     blocks, scores, (completion,) = answer.new_blocks(), OutputLogprobs(), output.outputs
     if answer.body.num_logprobs is None or answer.tokenizer is None:
@@ -174,7 +178,7 @@ def _read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, 
 
 def running(answer: ResponseAnswer) -> dict[str, Any]:
     """Return the response before it has any output."""
-    return _response(answer, "in_progress")
+    return response_of(answer, "in_progress")
 
 
 def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: OutputLogprobs) -> dict[str, Any]:
@@ -184,13 +188,13 @@ def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, score
     items = [item(answer, block, "completed", scores.of_blocks.get(i, ())) for i, block in enumerate(blocks)]
     if is_cut:
         items[-1]["status"] = "incomplete"
-    return _response(
+    return response_of(
         answer,
         "incomplete" if is_cut else "completed",
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=_usage_of(output, answer.num_reasoning_tokens(read) or 0),
+        usage=usage_of(output, answer.num_reasoning_tokens(read) or 0),
     )
 
 
@@ -198,7 +202,7 @@ def failed(answer: ResponseAnswer, error: ApiError) -> dict[str, Any]:
     """Return the response after an error."""
     codes = {429: "rate_limit_exceeded"}
     code = codes.get(error.status, "server_error" if error.status >= 500 else "invalid_prompt")
-    return _response(answer, "failed", error={"code": code, "message": str(error)})
+    return response_of(answer, "failed", error={"code": code, "message": str(error)})
 
 
 def item_id(block: Block) -> str:
@@ -256,7 +260,7 @@ def new_logprobs(answer: ResponseAnswer, delta: CompletionOutput | TextDelta) ->
     return logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, answer.tokenizer)
 
 
-def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
+def response_of(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
     """Return a response object. Unsupported fields get their effective value."""
     body, params = answer.body, answer.generation.params
     form = None if body.text is None else body.text.format
@@ -267,8 +271,9 @@ def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, A
         "object": "response",
         "created_at": answer.created_at,
         "status": status,
-        "background": False,
+        "background": answer.body.background is True,
         "completed_at": None,
+        "conversation": None if body.conversation is None else {"id": body.conversation},
         "error": None,
         "incomplete_details": None,
         "instructions": body.instructions,
@@ -297,7 +302,7 @@ def _response(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, A
     }
 
 
-def _usage_of(output: RequestOutput, num_reasoning_tokens: int) -> dict[str, Any]:
+def usage_of(output: RequestOutput, num_reasoning_tokens: int) -> dict[str, Any]:
     num_input, num_output = len(output.prompt_token_ids), len(output.outputs[0].token_ids)
     return {
         "input_tokens": num_input,

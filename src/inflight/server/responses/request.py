@@ -3,11 +3,12 @@ template and no earlier responses.
 """
 
 import base64
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+from uuid import uuid4
 
 from msgspec import Meta
-from pydantic import ConfigDict, Field, Tag, with_config
+from pydantic import BeforeValidator, ConfigDict, Field, Tag, TypeAdapter, with_config
 from typing_extensions import TypedDict
 
 from inflight.contracts.api.options import check
@@ -32,7 +33,16 @@ from inflight.server.serving.request_fields import ChatBody, structured
 from inflight.server.serving.settings import ServerSettings
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
-from inflight.server.wire.strict_model import Many, StrictModel, by_type, leaving_out, of_type
+from inflight.server.wire.strict_model import (
+    READING,
+    HistoryModel,
+    Many,
+    StrictModel,
+    by_type,
+    leaving_out,
+    of_type,
+    text_part,
+)
 
 Chat: TypeAlias = tuple[Mapping[str, Any], ...]
 """Messages with a role and a content, as templates expect them."""
@@ -43,32 +53,30 @@ _ENCODING = "inflight:"
 """The prefix of reasoning encoded by this server; only its provider can read any other."""
 
 
-class TextPart(StrictModel):
+class TextPart(HistoryModel):
     """A part of a message's content; a part of an earlier answer may come with its log-probabilities."""
 
     NOT_SUPPORTED: ClassVar = {"annotations": ([],), "prompt_cache_breakpoint": ()}
-    IGNORED: ClassVar = {"prompt_cache_breakpoint"}
 
     type: Literal["input_text", "output_text"]
     text: str
     logprobs: list[Any] | None = None
 
 
-Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text", has_placeholder=True)]]
+Text = str | Many[Annotated[TextPart, of_type("parts", "input_text", "output_text", otherwise=text_part("input_text"))]]
 
 
-class Item(StrictModel):
+class Item(HistoryModel):
     """The base of items; those from an earlier answer have `id` and `status`."""
 
     id: str | None = None
-    status: Literal["in_progress", "completed", "incomplete"] | None = None
+    status: str | None = None
 
 
 class MessageItem(Item):
     """A message."""
 
     NOT_SUPPORTED: ClassVar = {"phase": ()}
-    IGNORED: ClassVar = {"phase"}
 
     type: Literal["message"] | None = None
     role: Literal["user", "assistant", "system", "developer"]
@@ -117,19 +125,24 @@ class CallOutputItem(Item):
         return {"role": "tool", "content": text_of(self.output), "tool_call_id": self.call_id}
 
 
-class ReasoningPart(StrictModel):
+class ReasoningPart(HistoryModel):
     """A part of reasoning, or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
 
 
+_ReasoningParts = Many[
+    Annotated[ReasoningPart, of_type("parts", "reasoning_text", "summary_text", otherwise=text_part("reasoning_text"))]
+]
+
+
 class ReasoningItem(Item):
     """Reasoning of an earlier turn. Most chat templates drop it unless calls follow."""
 
     type: Literal["reasoning"]
-    summary: Many[ReasoningPart] | None = None
-    content: Many[ReasoningPart] | None = None
+    summary: _ReasoningParts | None = None
+    content: _ReasoningParts | None = None
     encrypted_content: str | None = None
 
     def for_template(self, where: str) -> dict[str, Any]:
@@ -138,6 +151,21 @@ class ReasoningItem(Item):
         reasoning = reasoning or _decoded_reasoning(self.encrypted_content or "")
         reasoning = reasoning or "\n\n".join(part.text for part in self.summary or ())
         return {"role": "assistant", "content": "", **({"reasoning_content": reasoning} if reasoning else {})}
+
+
+SUMMARY = "[summary of the conversation so far]\n"
+
+
+class CompactionItem(Item):
+    """A compacted part of the conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+    def for_template(self, where: str) -> dict[str, Any]:
+        """Return the summary as the user's message."""
+        summary = _decoded_reasoning(self.encrypted_content) or "omitted: only its provider can read it"
+        return {"role": "user", "content": SUMMARY + summary}
 
 
 def encoded_reasoning(text: str) -> str:
@@ -154,19 +182,67 @@ def _decoded_reasoning(encoded: str) -> str:
         return ""
 
 
+_TYPES = ("message", "reasoning", "function_call", "function_call_output", "compaction")
+
+
+def _message_item(text: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an item of an unknown type as a message: what has a role is one already."""
+    if "role" in given:
+        return {**given, "type": "message"}
+    is_output = str(given.get("type")).endswith("_output")
+    return {"type": "message", "role": "user" if is_output else "assistant", "content": text}
+
+
 InputItem = Annotated[
     Annotated[MessageItem, Tag("#message")]
     | Annotated[ReasoningItem, Tag("#reasoning")]
     | Annotated[CallItem, Tag("#function_call")]
-    | Annotated[CallOutputItem, Tag("#function_call_output")],
+    | Annotated[CallOutputItem, Tag("#function_call_output")]
+    | Annotated[CompactionItem, Tag("#compaction")],
     by_type("message"),
-    of_type("items", "message", "reasoning", "function_call", "function_call_output", absent="message"),
+    of_type("items", *_TYPES, absent="message", otherwise=_message_item),
 ]
+
+
+InputItems = Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+ITEMS: TypeAdapter[list[Any]] = TypeAdapter(list[InputItem])
+"""Reads the items of a stored conversation."""
 
 
 def qualified(namespace: str | None, name: str) -> str:
     """Return a function's name for the model. (Some of Codex's namespaces end with the underscores.)"""
     return f"{namespace.removesuffix('__')}__{name}" if namespace else name
+
+
+def messages_of(items: Sequence[InputItem]) -> Chat:
+    """Return items as messages. Raises `ApiError`."""
+    messages = [item.for_template(f"input[{i}]") for i, item in enumerate(items)]
+    kept = [message for message in messages if message.keys() - {"role"} != {"content"} or message["content"]]
+    return tuple(kept or (() if READING.get().is_strict else messages[-1:]))
+
+
+def items_of(given: str | Sequence[InputItem]) -> Sequence[InputItem]:
+    """Return an input as items."""
+    return [MessageItem(role="user", content=given)] if isinstance(given, str) else given
+
+
+def stored_items(items: Sequence[InputItem]) -> list[dict[str, Any]]:
+    """Return items with all that clients expect of them: ids, and contents in parts."""
+    stored = []
+    for item in items:
+        shown = {"type": "message", "status": "completed", **item.model_dump(exclude_none=True)}
+        shown.setdefault("id", f"item_{uuid4().hex}")
+        if isinstance(item, MessageItem) and isinstance(item.content, str):
+            of_output = {"type": "output_text", "annotations": [], "logprobs": []}
+            kind = of_output if item.role == "assistant" else {"type": "input_text"}
+            shown["content"] = [{**kind, "text": item.content}]
+        stored.append(shown)
+    return stored
+
+
+ConversationId = Annotated[
+    str, BeforeValidator(lambda given: given["id"] if isinstance(given, dict) and given.keys() == {"id"} else given)
+]
 
 
 class FunctionTool(FunctionDefinition):
@@ -317,6 +393,8 @@ class ResponsesRequest(ChatBody):
     Attributes:
         instructions: the system prompt, which comes before all messages; the next response does not inherit it.
         previous_response_id: the response whose conversation this one continues.
+        conversation: the stored conversation that this response continues, and to which it is added.
+        background: answer at once, and run whether or not the client stays.
         max_output_tokens: null: until a stop or the end of the context.
         store: whether the response is kept for a while, to be retrieved or continued; null: yes.
         chat_template_kwargs: further variables of the chat template, such as `enable_thinking`.
@@ -329,10 +407,8 @@ class ResponsesRequest(ChatBody):
 
     NOT_SUPPORTED: ClassVar = {
         "access_programs": (),
-        "background": (False,),
         "background_options": (),
         "context_management": ([],),
-        "conversation": (),
         "image": (),
         "max_tool_calls": (),
         "moderation": (),
@@ -348,9 +424,11 @@ class ResponsesRequest(ChatBody):
     MAY_HAVE_MORE = True
     OF_OTHERS: ClassVar = FIELDS_OF_CHATS
 
-    input: str | Annotated[Many[InputItem], Field(min_length=1, max_length=MAX_MESSAGES)]
+    input: str | InputItems
     instructions: str | None = None
     previous_response_id: str | None = None
+    conversation: ConversationId | None = None
+    background: bool | None = None
     tools: Annotated[Many[AnyTool], Field(max_length=MAX_TOOLS), NO_OTHER_KINDS] | None = None
     tool_choice: Literal["none", "auto", "required"] | FunctionChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -376,8 +454,7 @@ class ResponsesRequest(ChatBody):
         """The input as messages, without instructions. Raises `ApiError`."""
         if isinstance(self.input, str):
             return ({"role": "user", "content": self.input},)
-        messages = (item.for_template(f"input[{i}]") for i, item in enumerate(self.input))
-        return tuple(message for message in messages if message.keys() - {"role"} != {"content"} or message["content"])
+        return messages_of(self.input)
 
     @property
     def reasoning_options(self) -> ReasoningOptions:
@@ -418,6 +495,9 @@ class ResponsesRequest(ChatBody):
         if self.top_logprobs and self.num_logprobs is None:
             message = f"top_logprobs is given, but include has no {LOGPROBS!r}"
             raise ApiError(400, message, param="top_logprobs")
+        if self.background and (self.store is False or self.stream):
+            message = "background is true; such a response is stored, to be retrieved, and cannot be a stream"
+            raise ApiError(400, message, param="background")
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options is given, but stream is not true", param="stream_options")
 

@@ -1,74 +1,112 @@
-"""`ResponseStore`: keeps responses for a while, so that clients can retrieve them and continue conversations.
+"""`ResponseStore`: keeps responses and conversations for a while, so that clients can retrieve and continue them.
 
-The least recently used are dropped once there are too many or they take too much memory. They are in this process's
-memory only.
+The least recently used are dropped once they take too much room. They are in memory, or in a file that the next server
+finds.
 """
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+import json
+import logging
+import sqlite3
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
 
 from inflight.server.responses.request import Chat
+from inflight.server.serving.settings import IN_MEMORY
 
-MAX_NUM_RESPONSES = 10_000
 MAX_BYTES = 2**26
 
+logger = logging.getLogger("inflight.server")
+
 _BYTES_EACH = 1000
-"""Approximate bytes of a message or a response besides its text."""
+"""Approximate bytes of an entry besides its texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A stored response.
+    """A stored response or conversation.
 
     Attributes:
-        answer: the response as it was sent, in JSON.
-        chat: the conversation including this answer, without instructions. (It has all earlier messages, so it can be
-            continued after earlier responses are dropped.)
-        num_bytes: its approximate memory.
+        answer: the object as it was sent, in JSON.
+        chat: of a response, the conversation including this answer, without instructions. (It has all earlier messages,
+            so it can be continued after earlier responses are dropped.) Of a conversation, its items.
+        num_bytes: its approximate size.
     """
 
     answer: bytes
     chat: Chat
-    num_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        texts = sum(4 * len(str(message)) + _BYTES_EACH for message in self.chat)
-        object.__setattr__(self, "num_bytes", len(self.answer) + texts + _BYTES_EACH)
+    num_bytes: int = 0
 
 
 class ResponseStore:
-    """Responses by id.
+    """Responses and conversations by id.
 
     Args:
-        max_num_responses: most responses that are kept.
-        max_bytes: their approximate total memory.
+        path: of the file.
+        max_bytes: most bytes that are kept.
+
+    Attributes:
+        running: each `BackgroundRun`, by the id of its response.
+
+    Raises:
+        ValueError: the file cannot be used.
     """
 
-    def __init__(self, max_num_responses: int = MAX_NUM_RESPONSES, max_bytes: int = MAX_BYTES) -> None:
-        self._max_num_responses = max_num_responses
+    def __init__(self, path: str = IN_MEMORY, max_bytes: int = MAX_BYTES) -> None:
+        self.running: dict[str, Any] = {}
         self._max_bytes = max_bytes
-        self._num_bytes = 0
-        self._responses: OrderedDict[str, StoredResponse] = OrderedDict()
+        try:
+            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+            self._db.executescript(
+                "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
+                "CREATE TABLE IF NOT EXISTS entries "
+                "(used INTEGER PRIMARY KEY, id TEXT UNIQUE, answer BLOB, chat TEXT, num_bytes INTEGER)"
+            )
+            (self._num_bytes,) = self._db.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM entries").fetchone()
+        except sqlite3.Error as error:
+            raise ValueError(f"the store of responses {path!r} cannot be used: {error}") from error
 
     def put(self, response_id: str, response: StoredResponse) -> None:
-        """Store a response unless it is too large, dropping others if necessary."""
-        if response.num_bytes > self._max_bytes:
+        """Store a response, or replace it, dropping others if necessary. One that is too large, or that the file cannot
+        take, is not kept."""
+        try:
+            self._put(response_id, response)
+        except sqlite3.Error as error:  # the answer itself is sound
+            logger.warning("%s could not be stored: %s", response_id, error)
+
+    def _put(self, response_id: str, response: StoredResponse) -> None:
+        self.delete(response_id)
+        chat = json.dumps(response.chat)
+        num_bytes = len(response.answer) + len(chat) + _BYTES_EACH
+        if num_bytes > self._max_bytes:
             return
-        self._responses[response_id] = response
-        self._num_bytes += response.num_bytes
-        while len(self._responses) > self._max_num_responses or self._num_bytes > self._max_bytes:
-            self._num_bytes -= self._responses.popitem(last=False)[1].num_bytes
+        self._db.execute(
+            "INSERT INTO entries (id, answer, chat, num_bytes) VALUES (?, ?, ?, ?)",
+            (response_id, response.answer, chat, num_bytes),
+        )
+        self._num_bytes += num_bytes
+        oldest = "SELECT id FROM entries ORDER BY used LIMIT 1"
+        while self._num_bytes > self._max_bytes and (dropped := self._db.execute(oldest).fetchone()):
+            self.delete(*dropped)
 
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, if it is still stored, and mark it as recently used."""
-        if response_id in self._responses:
-            self._responses.move_to_end(response_id)
-        return self._responses.get(response_id)
+        used = "UPDATE entries SET used = (SELECT MAX(used) FROM entries) + 1 WHERE id = ?"
+        self._db.execute(used, (response_id,))
+        found = self._db.execute("SELECT answer, chat, num_bytes FROM entries WHERE id = ?", (response_id,)).fetchone()
+        return None if found is None else StoredResponse(found[0], tuple(json.loads(found[1])), found[2])
 
     def delete(self, response_id: str) -> bool:
         """Drop a response; return whether it was stored."""
-        response = self._responses.pop(response_id, None)
-        if response is None:
-            return False
-        self._num_bytes -= response.num_bytes
-        return True
+        dropped = self._db.execute("DELETE FROM entries WHERE id = ? RETURNING num_bytes", (response_id,)).fetchall()
+        self._num_bytes -= sum(num_bytes for (num_bytes,) in dropped)
+        return bool(dropped)
+
+    def extend(self, conversation_id: str, items: Iterable[Mapping[str, Any]]) -> None:
+        """Add items to a conversation, if it is still stored."""
+        if (known := self.get(conversation_id)) is not None:
+            self.put(conversation_id, StoredResponse(known.answer, (*known.chat, *items)))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._db.close()

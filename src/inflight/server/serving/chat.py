@@ -8,7 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
 from starlette.responses import Response
@@ -114,6 +114,9 @@ class ChatAnswer(ABC, Generic[B]):
         """Called in the event loop once the whole answer is written."""
 
 
+A = TypeVar("A", bound=ChatAnswer[Any])
+
+
 async def answer_chat(
     body: B, request: Request, make: Callable[[B, Service, ModelInfo], ChatAnswer[B]], more_bytes: int = 0
 ) -> Response:
@@ -124,16 +127,22 @@ async def answer_chat(
     """
     service = service_of(request)
     async with attended(request.receive, service.settings.request_timeout) as client:
-        service.adapter_of(body.model)
-        info = await service.generating_info()
-        size = len(await request.body()) + more_bytes
-        answer = await off_loop(size, lambda: make(body, service, info))
+        answer = await prepared(body, request, make, more_bytes)
         if not body.stream:
             (output,) = await generate(service, answer.generation, client)
             whole = await off_loop(more_bytes + size_of_answer([output]), lambda: answer.whole(output))
             answer.keep()
             return Response(whole, media_type="application/json")
     return stream(service, answer.generation, answer.events())
+
+
+async def prepared(body: B, request: Request, make: Callable[[B, Service, ModelInfo], A], more_bytes: int = 0) -> A:
+    """Return the answer, which does not run yet. Raises `ApiError`."""
+    service = service_of(request)
+    service.adapter_of(body.model)
+    info = await service.generating_info()
+    size = len(await request.body()) + more_bytes
+    return await off_loop(size, lambda: make(body, service, info))
 
 
 def stream(service: Service, generation: Generation, events: Events) -> EventStream:

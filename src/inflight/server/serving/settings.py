@@ -14,6 +14,9 @@ from inflight.server.chat_format.families import CALL_FORMATS
 DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""
 
+IN_MEMORY = ":memory:"
+"""No file, for SQLite."""
+
 ANY_NAME = "*"
 """An alias that matches every name."""
 
@@ -45,6 +48,8 @@ class ServerSettings:
         trust_request_chat_template: whether requests may have a chat template, a program that runs in this process.
         batch_dir: a folder for files and batch jobs; None: disabled.
         max_file_size: the most bytes of an uploaded file.
+        response_store: a file for stored responses and conversations.
+        response_store_size: most bytes of them; the least recently used are dropped.
         allow_adapter_loading: whether clients may load and unload adapters.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
 
@@ -64,6 +69,8 @@ class ServerSettings:
     trust_request_chat_template: bool = False
     batch_dir: str | None = None
     max_file_size: options.Positive = 2**30
+    response_store: str = IN_MEMORY
+    response_store_size: options.Positive = 2**26
     allow_adapter_loading: bool = False
     tool_call_parser: str | None = None
 

@@ -129,8 +129,8 @@ class ClientGoneError(Exception):
 
 def path_of(scope: Scope) -> str:
     """The routed path, without a proxy's prefix."""
-    path: str = scope["path"]
-    return path.removeprefix(scope.get("root_path", ""))
+    path, root = scope["path"], scope.get("root_path", "")
+    return str(path.removeprefix(root) if path.startswith(f"{root}/") else path)
 
 
 def errors_of(scope: Scope) -> ErrorEnvelope:

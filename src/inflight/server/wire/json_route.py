@@ -84,12 +84,15 @@ class _JsonRequest(Request):
             given = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
             raise not_json(body, error) from error
-        if self._model is None:
-            return given
-        try:
-            return self._model.model_validate(given)
-        except ValidationError as error:
-            raise ApiError.of_validation(error.errors(include_url=False)) from error
+        return given if self._model is None else validated(self._model, given)
+
+
+def validated(model: Any, given: Any) -> Any:
+    """Return a body as a request model. Raises `ApiError`."""
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        raise ApiError.of_validation(error.errors(include_url=False)) from error
 
 
 def not_json(body: bytes, error: Exception) -> ApiError:

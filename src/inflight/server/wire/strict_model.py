@@ -3,15 +3,19 @@
 Unsupported fields: a value without effect is accepted; a field that does not affect correctness (hints, the client's
 own data, fields of newer clients) is ignored and reported; any other is refused, because ignoring it would silently
 change the answer.
+
+A history is different: a client sends it again with every turn, so that a refusal ends the conversation. In objects of
+a history (`HistoryModel`) absent texts are empty, every unknown field is ignored, and what is of an unknown type is
+replaced by a text (`of_type`), all reported. Wrong values are refused there, too, and strict mode does none of this.
 """
 
 import difflib
 import re
 import reprlib
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -45,14 +49,13 @@ class RequestParsing:
     @property
     def shown_ignored(self) -> str:
         """The names for a header, separated by commas."""
-        return ", ".join(name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored)
+        names = [name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored[:MAX_IGNORED]]
+        return ", ".join([*names, *(["(others)"] if len(self.ignored) > MAX_IGNORED else [])])
 
     def ignore(self, name: str) -> None:
-        """Record an ignored field, once per name. Raises a pydantic error if there are too many."""
-        if name not in self.ignored:
+        """Record an ignored field, once per name."""
+        if len(self.ignored) <= MAX_IGNORED and name not in self.ignored:
             self.ignored.append(name)
-        if len(self.ignored) > MAX_IGNORED:
-            raise refusal("unknown_field", name, f"more than {MAX_IGNORED} fields are unknown or not supported")
 
 
 READING: ContextVar[RequestParsing] = ContextVar("READING", default=RequestParsing(is_strict=True))  # noqa: B039
@@ -92,6 +95,19 @@ class StrictModel(BaseModel):
                 raise ApiError(400, f"{name} is {value}; this server takes at most {limit}", param=name)
 
 
+class HistoryModel(StrictModel):
+    """An object in a history, with what a conversation must survive."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_texts(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or READING.get().is_strict:
+            return given
+        needed = ((name, field.annotation) for name, field in cls.model_fields.items() if field.is_required())
+        texts = (name for name, kind in needed if kind is str or str in get_args(kind))
+        return {**given, **{name: "" for name in texts if given.get(name) is None}}
+
+
 def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     """Return False if the field can be dropped; raises if it cannot."""
     reading = READING.get()
@@ -99,7 +115,7 @@ def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     harmless = cls.NOT_SUPPORTED.get(name, ())
     if is_known and (value is None or any(type(value) is type(each) and value == each for each in harmless)):
         return False
-    if name in cls.IGNORED and not reading.is_strict:
+    if (name in cls.IGNORED or issubclass(cls, HistoryModel)) and not reading.is_strict:
         reading.ignore(name)
         return False
     if not is_known:
@@ -118,20 +134,25 @@ def _checked(cls: type[StrictModel], name: str, value: Any) -> bool:
     raise refusal("unsupported_field", name, f"{name} is {shown}; this server does not support it, only {accepted}")
 
 
-def of_type(what: str, *accepted: str, absent: str | None = None, has_placeholder: bool = False) -> BeforeValidator:
+def of_type(
+    what: str,
+    *accepted: str,
+    absent: str | None = None,
+    otherwise: Callable[[str, Mapping[str, Any]], dict[str, Any]] | None = None,
+) -> BeforeValidator:
     """Refuse objects whose `type` is not one of `accepted`; an object without a type counts as `absent`.
 
     Args:
-        has_placeholder: replace a part without text, such as a picture, by a text that names it, and report it, so that
-            a history with one can continue. Strict mode refuses it.
+        otherwise: in a history, what replaces an object of an unknown type, which is reported: called with `shown_text`
+            and the object. Strict mode refuses it.
     """
 
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
-            if has_placeholder and isinstance(kind, str) and "text" not in given and not READING.get().is_strict:
-                READING.get().ignore(kind)
-                return {"type": accepted[0], "text": _placeholder(kind, given)}
+            if otherwise is not None and (kind is None or isinstance(kind, str)) and not READING.get().is_strict:
+                READING.get().ignore(kind or "type")
+                return otherwise(shown_text(kind or "", given), given)
             listed = " or ".join(map(repr, accepted))
             message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
             raise refusal("unsupported_content", "type", message)
@@ -140,20 +161,31 @@ def of_type(what: str, *accepted: str, absent: str | None = None, has_placeholde
     return BeforeValidator(check)
 
 
-def _placeholder(kind: str, given: Mapping[str, Any]) -> str:
+def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:
+    """Return the replacement of parts of unknown types by one of type `kind`."""
+    return lambda text, _: {"type": kind, "text": text}
+
+
+def shown_text(kind: str, given: Mapping[str, Any]) -> str:
+    """Return the text for an object of an unknown type: its own, or what names it. Thoughts that cannot be read have
+    none."""
+    for own in ("text", kind):
+        if isinstance(text := given.get(own), str):
+            return text
+    if "thinking" in kind or "reasoning" in kind:
+        return ""
     names = (given.get(key) for key in ("tool_name", "title", "filename", "name"))
     name = next((f" {name!r}" for name in names if isinstance(name, str)), "")
-    shown = kind.removeprefix("input_").removesuffix("_url").replace("_", " ")
-    return f"[{shown}{name} omitted: this model takes text only]"
+    shown = kind.removeprefix("input_").removesuffix("_url").replace("_", " ") + name
+    texts = (given.get(key) for key in ("input", "output"))
+    text = next((text for text in texts if isinstance(text, str)), None)
+    return f"[{shown} omitted: this model takes text only]" if text is None else f"[{shown}: {text}]"
 
 
-def leaving_out(
-    what: str, *kept: str, only: Collection[str] | None = None, absent: str | None = None
-) -> BeforeValidator:
+def leaving_out(what: str, *kept: str, absent: str | None = None) -> BeforeValidator:
     """Drop the members of a list whose type is not in `kept`, and report it. Strict mode drops nothing.
 
     Args:
-        only: the types that are dropped; None: all but `kept`.
         absent: the type of an object without one.
     """
 
@@ -164,7 +196,7 @@ def leaving_out(
         members = []
         for index, each in enumerate(given):
             kind = _type_in(each, absent) if isinstance(each, dict) else None
-            if isinstance(kind, str) and (kind not in kept if only is None else kind in only):
+            if isinstance(kind, str) and kind not in kept:
                 reading.ignore(f"{what}[{index}].{kind}")
             else:
                 members.append(each)

@@ -127,12 +127,17 @@ def _calls(
     for number, (name, schema) in enumerate(schemas.items()):
         head, tail = quoted(head_of(call_format, name)), '"}"'
         if call_format.head:
-            before, _, behind = call_format.head.partition("{name}")
-            head = f"{written_mark(before, tokens)} {quoted(name)} {written_mark(behind, tokens)}"
-            tail = written_mark(call_format.tail, tokens)
+            head, tail = (_placed(each, name, tokens) for each in (call_format.head, call_format.tail))
         rules.append(f"call_{number}: {head} arguments_{number} {tail}")
         rules += _arguments(f"arguments_{number}", call_format, schema, tokens)
     return rules
+
+
+def _placed(text: str, name: str, tokens: Mapping[str, int]) -> str:
+    """Return what stands for a text with places, see `CallFormat.head`."""
+    places = {"{name}": quoted(name), "{index}": "/[0-9]{1,6}/", "{id}": "/[A-Za-z0-9_]{1,64}/"}
+    pieces = re.split("(" + "|".join(map(re.escape, places)) + ")", text)
+    return " ".join(places.get(piece) or written_mark(piece, tokens) for piece in pieces)
 
 
 def _arguments(rule: str, call_format: CallFormat, schema: Schema, tokens: Mapping[str, int]) -> Iterable[str]:
@@ -203,13 +208,17 @@ def marked_arguments(
     written = [f"{name}{'' if key in required else '?'}" for name, key in zip(names, properties, strict=True)]
     yield f"{rule}: {' '.join(written)}{others}"
     before, _, behind = notation.begin.partition("{key}")
+    other = notation.begin_other.partition("{key}")[2]
     for name, (key, value) in zip(names, properties.items(), strict=True):
         begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(behind, tokens)}"
         if value is True:
             value = {}
         elif not isinstance(value, Mapping):
             raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
-        yield from _value(name, begin, key, {**value, **_shared(schema)}, notation.end, tokens)
+        value = {**value, **_shared(schema)}
+        if notation.begin_other and not _is_text(resolved(value, value)):
+            begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(other, tokens)}"
+        yield from _value(name, begin, key, value, notation.end, tokens)
     if others:
         begin = f"{written_mark(before, tokens)} /[A-Za-z_][A-Za-z0-9_.-]*/ {written_mark(behind, tokens)}"
         yield from _value(f"{rule}_other", begin, "", {"type": "string"}, notation.end, tokens)

@@ -22,17 +22,22 @@ NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
 """The beginning of answers is unknown; see `AnswerTemplate.reader`."""
 
 CHATML = "<|im_start|>assistant\n"
-_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+CALL_BY_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _NAMED = {"type": "function", "function": "{content}"}
 _THINK = {"open": "<think>", "close": "</think>"}
 
 
 @dataclass(frozen=True, slots=True)
 class MarkedArguments:
-    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name."""
+    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name.
+
+    Attributes:
+        begin_other: the same before values that are not strings; "": `begin`.
+    """
 
     begin: str
     end: str
+    begin_other: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +58,8 @@ class CallFormat:
         end: the marker after it; "" if there is none.
         opening, closing: the text between the markers and the calls.
         arguments_key: the key of a call's arguments, next to its "name", in an object.
-        head: in it, "{name}" stands for the name of the tool; "": a call is an object.
+        head: in it, "{name}" stands for the name of the tool, "{index}" for a number, and "{id}" for an id; "": a call
+            is an object.
         tail: what follows the arguments.
         arguments: how they are written; None: as JSON.
         between_objects: the text between the calls of a group; None: each call has its own group or, if `begin` is
@@ -61,7 +67,7 @@ class CallFormat:
         between_groups: the text between groups; None: there is at most one.
         is_begin_optional: whether an object at the beginning of the text is a call, too. Models that may omit `begin`
             are never forced to write it.
-        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+        call_id: the form of ids: a number of letters and digits, or a text with places as in `head`; None: OpenAI's.
     """
 
     name: str
@@ -76,7 +82,7 @@ class CallFormat:
     between_objects: str | None = None
     between_groups: str | None = "\n"
     is_begin_optional: bool = False
-    call_id_length: int | None = None
+    call_id: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +117,7 @@ def _answers(anchor: str | list[str], reasoning: Field, calls: Field, content: F
 
 def _calls(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
     marks = {"open_pattern": open_pattern, "close_pattern": close_pattern}
-    return {**marks, "content": content, "transform": _CALL, **more}
+    return {**marks, "content": content, "transform": CALL_BY_NAME, **more}
 
 
 _HARMONY_END: Field = {"close": ["<|end|>", "<|return|>"], "repeats": True, "join": "\n\n"}
@@ -169,94 +175,6 @@ GEMMA4 = Family(
     ),
 )
 
-DEEPSEEK = Family(
-    "deepseek-v3.1",
-    [["<｜Assistant｜>"]],
-    _answers(
-        "<｜Assistant｜>",
-        _THINK,
-        # R1 and V3: a kind, the name, and a block of JSON; V3.1: the name and JSON.
-        _calls(
-            r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>"
-            r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|"
-            r"(?!function<｜tool▁sep｜>)(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
-            r"(?:\n```)?\s{0,8}<｜tool▁call▁end｜>",
-        ),
-        {"close": "<｜tool▁calls▁end｜>"},
-    ),
-    calls=CallFormat(
-        name="deepseek-v3.1",
-        begin="<｜tool▁calls▁begin｜>",
-        head="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-        tail="<｜tool▁call▁end｜>",
-        between_objects="",
-        end="<｜tool▁calls▁end｜>",
-    ),
-)
-
-DEEPSEEK_R1 = replace(
-    DEEPSEEK,
-    name="deepseek-r1",
-    marks=[*DEEPSEEK.marks, ["```json"]],
-    calls=CallFormat(
-        name="deepseek-r1",
-        begin="<｜tool▁calls▁begin｜>",
-        head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        tail="\n```<｜tool▁call▁end｜>",
-        between_objects="\n",
-        end="<｜tool▁calls▁end｜>",
-    ),
-)
-
-QWEN_XML = Family(
-    "qwen3-coder and qwen3.5",
-    [["<tool_call>"], ["<function="]],
-    _answers(
-        CHATML,
-        _THINK,
-        _calls(
-            r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
-            r"</function>\s{0,8}</tool_call>",
-            "xml-inline",
-            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>"},
-        ),
-    ),
-    calls=CallFormat(
-        name="qwen3-coder",
-        begin="<tool_call>",
-        opening="\n",
-        head="<function={name}>\n",
-        arguments=MarkedArguments("<parameter={key}>\n", "\n</parameter>\n"),
-        tail="</function>",
-        closing="\n",
-        end="</tool_call>",
-    ),
-)
-
-GLM = Family(
-    "glm-4.5",
-    [["<tool_call>"], ["<arg_key>"]],
-    _answers(
-        "<|assistant|>",
-        _THINK,
-        _calls(
-            r"<tool_call>\s{0,8}(?P<name>[^<\s]{1,256})\s{0,8}(?=<arg_key>|</tool_call>)",
-            r"</tool_call>",
-            "xml-inline",
-            content_args={
-                "tag_pattern": r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,8}<arg_value>(?P<value>.*?)</arg_value>"
-            },
-        ),
-    ),
-    calls=CallFormat(
-        name="glm-4.5",
-        begin="<tool_call>",
-        head="{name}\n",
-        arguments=MarkedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
-        end="</tool_call>",
-    ),
-)
-
 HERMES = Family(
     "hermes (Qwen 2.5 and 3)",
     [["<tool_call>"]],
@@ -273,7 +191,7 @@ MISTRAL = Family(
         _calls(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
     ),
     calls=CallFormat(
-        name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id_length=9
+        name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id=9
     ),
 )
 
@@ -290,7 +208,7 @@ MISTRAL_V3 = Family(
     [["[TOOL_CALLS]"]],
     None,
     calls=CallFormat(
-        name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id_length=9
+        name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id=9
     ),
 )
 """Its template refuses ids of any other length."""
@@ -301,24 +219,17 @@ THINKING = Family(
     {**NO_ANCHOR, "fields": {"reasoning_content": _THINK, "content": {}}},
 )
 
-FAMILIES = (HARMONY, GEMMA4, DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, LLAMA3, MISTRAL_V3, THINKING)
-"""The first match counts."""
+FAMILIES = (HARMONY, GEMMA4, MISTRAL)
+"""Families that vary from their chat templates. The first match counts."""
+
+FALLBACKS = (HERMES, LLAMA3, MISTRAL_V3, THINKING)
+"""For chat templates from which nothing can be learned. The first match counts."""
 
 PLAIN = CallFormat(name="plain", begin="", between_objects="\n", is_begin_optional=True)
 """For models without a known notation: bare objects, enforced by a grammar."""
 
 CALL_FORMATS = {each.calls.name: each.calls for each in (HERMES, LLAMA3, MISTRAL_V3) if each.calls}
 """Notations for operators' --tool-call-parser: calls as objects."""
-
-
-def family_of(chat_template: str) -> Family | None:
-    """Return the family of a chat template; None if unknown."""
-    return next((each for each in FAMILIES if each.template is not None and each.has(chat_template)), None)
-
-
-def call_format_of(chat_template: str) -> CallFormat | None:
-    """Return the call format of a chat template; None if unknown."""
-    return next((each.calls for each in FAMILIES if each.calls is not None and each.has(chat_template)), None)
 
 
 def head_of(call_format: CallFormat, name: str) -> str:

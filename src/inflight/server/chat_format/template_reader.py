@@ -93,6 +93,7 @@ class TemplateReader(Blocks):
         reasoning: the names of fields of reasoning. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
         budget: the time for searches.
+        new_call_id: makes the id of a call, from its name and the number of calls before it.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
     """
 
@@ -104,7 +105,7 @@ class TemplateReader(Blocks):
         reasoning: Collection[str],
         calls: CallText | None,
         budget: SearchBudget,
-        new_call_id: Callable[[], str],
+        new_call_id: Callable[[str, int], str],
         is_parallel: bool = True,
     ) -> None:
         super().__init__()
@@ -380,7 +381,7 @@ class TemplateReader(Blocks):
         self._edge.held, self._edge.field = "", None
         self._is_dropped = self.num_calls > 0 and not self._is_parallel
         if not self._is_dropped:
-            call = CallBlock(self._new_call_id(), name)
+            call = CallBlock(self._new_call_id(name, self.num_calls), name)
             self.blocks.append(call)
             self._grown.append(BlockDelta(len(self.blocks) - 1, call, "", is_new=True))
 

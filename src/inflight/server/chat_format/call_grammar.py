@@ -216,7 +216,8 @@ def marked_arguments(
         elif not isinstance(value, Mapping):
             raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
         value = {**value, **_shared(schema)}
-        if notation.begin_other and not _is_text(resolved(value, value)):
+        meant = resolved(value, value)
+        if notation.begin_other and not (_is_text(meant) or any(isinstance(each, str) for each in _choices(meant))):
             begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(other, tokens)}"
         yield from _value(name, begin, key, value, notation.end, tokens)
     if others:
@@ -233,7 +234,7 @@ def _value(
     rule: str, begin: str, key: str, schema: Mapping[str, Any], end: str, tokens: Mapping[str, int]
 ) -> Iterator[str]:
     meant = resolved(schema, schema)
-    choices = meant.get("enum", [meant["const"]] if "const" in meant else [])
+    choices = _choices(meant)
     if "enum" in meant and not choices:
         raise ValueError(f"the enum of {key!r} has no values")
     if choices and all(isinstance(each, str) for each in choices):
@@ -246,12 +247,20 @@ def _value(
             if name in meant:
                 raise ValueError(f"{name!r} of {key!r} {NOT_ENFORCED}")
         text = rf"/(.|\n){{{meant.get('minLength', 0)},{meant.get('maxLength', '')}}}/"
-        if isinstance(pieces_of(end, tokens)[0], int):
-            yield f"{rule}: {begin} {rule}_text {written_mark(end, tokens)}"
-            yield f"{rule}_text: {text}"
+        pieces = pieces_of(end, tokens)
+        is_token = [isinstance(each, int) for each in pieces]
+        if any(is_token):  # no text contains it
+            before = "".join(map(str, pieces[: is_token.index(True)]))
+            yield f"{rule}: {begin} {rule.upper()} {written_mark(end[len(before) :], tokens)}"
+            yield f"{rule.upper()}: {text} {quoted(before)}"
         else:
             yield f"{rule}: {begin} {rule}_text"
             yield f"{rule}_text[lazy]: {text} {quoted(end)}"
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """The only values that a schema names; []: any."""
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

@@ -112,7 +112,8 @@ def _pattern(text: str) -> str:
     for piece, behind in zip(pieces, [*pieces[1:], ""], strict=True):
         match piece:
             case "{name}" | "{key}":
-                never = "".join(dict.fromkeys("\n<" + behind.lstrip()[:1] + (r" " if behind[:1].isspace() else "")))
+                never = "\n" + (behind.lstrip()[:1] or "{") + (" " if behind[:1].isspace() else "")
+                never += "" if "<" in never else "<"
                 written += rf"(?P<{piece[1:-1]}>[^{re.escape(never)}]{{1,256}})"
             case "{index}":
                 written += r"\d{1,9}"
@@ -128,6 +129,12 @@ def _edged(text: str) -> str:
     inner = text.strip()
     before, behind = text[: len(text) - len(text.lstrip())], text[len(text.rstrip()) :]
     return "".join(f"(?:{each})?" if each.isspace() else _pattern(each) for each in (before, inner, behind) if each)
+
+
+def _last_mark(text: str) -> str:
+    """The end of a text, from its last mark on."""
+    marks = list(_MARK.finditer(text))
+    return text[marks[-1].start() :] if marks else ""
 
 
 def _first_mark(text: str) -> str:
@@ -149,7 +156,7 @@ class _Learner:
         asked, prompted = self._rendered(), self._rendered(is_prompt=True)
         opening = _cut(prompted, _shared(asked, prompted))
         self._thoughts = self._find_thoughts(before)
-        self._anchor = self._up_to_thoughts(opening if opening.strip() else asked)
+        self._anchor = self._up_to_thoughts(opening) if opening.strip() else _last_mark(self._up_to_thoughts(asked))
         lead = self._behind_thoughts(before.rpartition(self._anchor)[2]).strip() if self._anchor in before else ""
         self._content = lead if _MARK.fullmatch(lead) else ""
 
@@ -174,16 +181,19 @@ class _Learner:
         ]
         return {"content": "", "tool_calls": calls, **more}
 
-    def learned(self) -> Learned:
+    def learned(self) -> Learned | None:
         """See `learn`."""
         fields: dict[str, Field] = {}
         if self._thoughts is not None:
             fields["reasoning_content"] = dict(zip(("open", "close"), self._thoughts, strict=True))
-        content = {"open": self._content} if self._content else {}
+        content: dict[str, Any] = {"open": self._content} if self._content else {}
         calls, call_format, closing, probes = self._find_calls()
         if calls is not None:
             fields["tool_calls"] = {**calls, "repeats": True}
-        if closes := [*filter(None, (_first_mark(self._end.lstrip()) if content else "", closing))]:
+        if not fields:
+            return None
+        closes = [_first_mark(self._end.lstrip())] if content else []
+        if closes := [*filter(None, closes), *closing]:
             content["close"] = closes
         fields["content"] = content
         anchors = list(dict.fromkeys(filter(str.strip, (self._anchor, *self._anchors_behind_results(calls)))))
@@ -214,10 +224,10 @@ class _Learner:
         return text if self._thoughts is None else re.split("|".join(map(re.escape, self._thoughts)), text)[-1]
 
     def _without_end(self, text: str) -> str:
-        """An answer without what ends every answer."""
-        text = text.rstrip()
-        same = _shared(text, self._end.rstrip(), from_end=True)
-        return text[: len(text) - len(same)] if same.strip() else text
+        """An answer up to what ends every answer."""
+        end = self._end.strip()
+        same = _shared(text.rstrip(), end, from_end=True).strip() if end and end not in text else end
+        return text.rpartition(same)[0] if same and end not in text else text.partition(end)[0] if end else text.rstrip()
 
     def _anchors_behind_results(self, calls: Field | None) -> Iterable[str]:
         """How an answer begins behind a tool's result, if that differs."""
@@ -230,7 +240,7 @@ class _Learner:
             logger.debug("a result cannot be written: %r", error)
             return
         if found and self._anchor not in behind:
-            yield self._up_to_thoughts(behind)
+            yield _last_mark(self._up_to_thoughts(behind))
 
     def _probes_of_texts(self, calls: Field | None) -> Iterable[Probe]:
         """Answers with reasoning, content and a call, as far as the template writes them in this order."""
@@ -241,37 +251,41 @@ class _Learner:
         parts: list[Any] = [THOUGHT] if found[0] >= 0 and self._thoughts else []
         if found[1] >= 0 and (found[2] < 0 or found[1] < found[2]) and found[1] > found[0]:
             parts.append(TEXT)
-        if not parts or (calls is not None and found[2] < 0):
+        if not parts or (calls is not None and (found[2] < 0 or self._end.strip() in written[found[1] : found[2]])):
             return
         first = self._thoughts[0] if parts[0] == THOUGHT and self._thoughts else self._content
         begin = written.rfind(first, 0, written.index(parts[0])) if first else written.index(parts[0])
         if calls is not None:
             parts.append((NAMES[0], ARGUMENTS[0]))
-        yield self._anchor, self._without_end(written[begin:]), parts
+        whole = written[begin:].rstrip()
+        text = self._without_end(whole)
+        last = NAMES[0] if calls is not None else str(parts[-1])
+        yield self._anchor, text if last in text else whole, parts
 
     # ------------------------------------------------------------------------------------- calls
 
-    def _find_calls(self) -> tuple[Field | None, CallFormat | None, str, Sequence[Probe]]:
-        """The field of calls, their format, what stands behind a group of them, and an answer; None: irregular."""
+    def _find_calls(self) -> tuple[Field | None, CallFormat | None, Sequence[str], Sequence[Probe]]:
+        """The field of calls, their format, the marks behind a group, and an answer; None: they are irregular."""
         for call_id, self._new_id in _IDS:
             for number in (2, 1):
                 try:
                     text = self._rendered(self._calling(number))
                     before, found, behind = _cut(text, _shared(self._plain, text)).partition(NAMES[0])
-                    text = self._without_end(self._behind_thoughts(before) + found + behind)
+                    written = self._behind_thoughts(before) + found + behind.rstrip()
+                    text = self._without_end(written)
                     places = {name: "{name}" for name in NAMES}
                     if not isinstance(call_id, str):
                         places |= {self._new_id(name, index): "{id}" for index, name in enumerate(NAMES)}
                     placed = re.sub("|".join(places), lambda match: places[match[0]], text)
-                    field, call_format, closing = self._notation(placed, number)
+                    field, call_format, closing = self._notation(placed, number, is_ended=text != written)
                 except Exception as error:
                     logger.debug("calls cannot be learned: %r", error)
                     continue
                 calls = list(zip(NAMES[:number], ARGUMENTS, strict=False))
                 return field, replace(call_format, call_id=call_id), closing, [(self._anchor, text, calls)]
-        return None, None, "", []
+        return None, None, [], []
 
-    def _notation(self, text: str, number: int) -> tuple[Field, CallFormat, str]:
+    def _notation(self, text: str, number: int, *, is_ended: bool) -> tuple[Field, CallFormat, Sequence[str]]:
         """See `_find_calls`. Raises an error if there is none."""
         arguments = _arguments_in(text, number)
         spans = [_span(text, arguments, each) for each in range(number)]
@@ -287,8 +301,12 @@ class _Learner:
         mark = _first_mark(group or head)
         if "{name}" not in head or not mark or mark in self._end:
             raise ValueError("there is no mark before calls, or no name in them")
-        ends_answer = self._end.strip() and self._end.strip() not in self._rendered(self._calling(number))
-        closing, dropped = end.strip(), ends_answer and _MARK.fullmatch(end.strip()) and not end.strip().startswith("</")
+        marks = _MARK.findall(end)
+        closing = marks if not _MARK.sub("", end).strip() else [end.strip()]
+        if marks and marks[-1] == end.strip() and self._end.strip() and not is_ended and not marks[-1].startswith("</"):
+            end = ""  # it ends answers that call
+        elif marks:
+            end = end[: end.index(marks[0]) + len(marks[0])]
         call_format = CallFormat(
             name=LEARNED,
             begin=mark,
@@ -296,11 +314,11 @@ class _Learner:
             head=head if group else head[len(mark) :],
             tail=tail,
             arguments=arguments,
-            end="" if dropped else end,
+            end=end if group else "",
             between_objects=between if group else None,
             between_groups=None if group else between,
         )
-        return _as_objects(call_format) or (_field_of(call_format), call_format, closing)
+        return _as_objects(call_format) or (_field_of(call_format), call_format, [*filter(None, closing)])
 
 
 def _between(text: str, *words: str) -> list[str]:
@@ -348,22 +366,20 @@ def _span(text: str, arguments: MarkedArguments | BareJson | None, number: int) 
     return begin, text.index("}", end) + 1
 
 
-def _as_objects(form: CallFormat) -> tuple[Field, CallFormat, str] | None:
+def _as_objects(form: CallFormat) -> tuple[Field, CallFormat, Sequence[str]] | None:
     """The same if calls are usual objects: they may have more keys, and their order may differ."""
     parts = _OBJECT.fullmatch(form.head)
-    _, found, behind = form.tail.partition("}")
+    _, found, behind = form.tail.replace("{id}", "").partition("}")
     is_list = form.between_objects is not None
     if form.arguments is not None or parts is None or not found or (is_list and (parts["before"] + behind).strip()):
         return None
     opening, end = form.opening + parts["before"], behind + form.end
     closing = end[: len(end) - len(end.lstrip("] \n\t"))]
     end = _first_mark(end[len(closing) :])
-    if opening.strip() not in ("", "[") or (not end and not is_list):
+    if opening.strip() not in ("", "["):
         return None
-    objects = replace(
-        form, opening=opening, head="", tail="", arguments_key=parts["key"], closing=closing, end=end
-    )
-    return {"open": form.begin, **({"close": end} if end else {}), "content": "json"}, objects, ""
+    objects = replace(form, opening=opening, head="", tail="", arguments_key=parts["key"], closing=closing, end=end)
+    return {"open": form.begin, **({"close": end} if end else {}), "content": "json"}, objects, []
 
 
 def _field_of(form: CallFormat) -> Field:

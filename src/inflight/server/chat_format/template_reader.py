@@ -160,6 +160,8 @@ class TemplateReader(Blocks):
         end = len(self._text)
         for field, is_opening in self._watched():
             match, begin = self._find(field, self._position, is_last, is_opening=is_opening)
+            if field is self._implicit and self._text[self._position : match.start() if match else begin].strip():
+                continue
             if match is None:
                 end = min(end, begin)
             else:
@@ -179,9 +181,11 @@ class TemplateReader(Blocks):
         return not (is_closing and is_empty)
 
     def _watched(self) -> Iterator[tuple[hf.ResponseTemplateField, bool]]:
-        """The fields whose marks count here, and whether it is the opening or the closing mark."""
+        """The fields whose marks count here, and whether it is the opening or the closing mark. What closes the field
+        without an opening mark ends a group of calls, and counts only behind them."""
         field = self._field
-        if field is not None and field.close_re is not None:
+        is_behind_calls = bool(self.blocks) and isinstance(self.blocks[-1], CallBlock)
+        if field is not None and field.close_re is not None and (field is not self._implicit or is_behind_calls):
             yield field, False
         for each in self._fields:
             is_call = self._calls is not None and each is self._calls.field and self._is_in_reasoning
@@ -257,7 +261,7 @@ class TemplateReader(Blocks):
             if more is not None:
                 self._call = _Call(call.mark, end, call.is_list)
             return more is not None
-        if not call.is_none:
+        if not call.is_none and (end == call.mark.end() or "name" not in call.mark.groupdict()):
             found = self._object_of(call, form, is_last)
             if found is None:
                 return call.is_streamed
@@ -305,7 +309,7 @@ class TemplateReader(Blocks):
             if close is None and not is_last:
                 return None
             call.first = call.first or close
-            if close is None or not call.scanner.is_in_string:
+            if close is None or not (call.scanner.is_in_string or close[0] in "}]"):
                 return None, len(text) if call.first is None else call.first.end()
             call.searched += close.start() == close.end()
 

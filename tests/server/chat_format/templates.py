@@ -43,7 +43,8 @@ def chat(
 
 def each(begin: str, end: str) -> str:
     """Arguments one by one."""
-    return f"{{% for k, v in f.arguments.items() %}}{{{{ {begin!r}.replace('KEY', k) }}}}{VALUE}{{{{ {end!r} }}}}{{% endfor %}}"
+    opened, closed = f"{{{{ {begin!r}.replace('KEY', k) }}}}", f"{{{{ {end!r} }}}}"
+    return f"{{% for k, v in f.arguments.items() %}}{opened}{VALUE}{closed}{{% endfor %}}"
 
 
 def _text(text: str) -> str:
@@ -52,11 +53,13 @@ def _text(text: str) -> str:
 
 XML = _text("<tool_call>\n<function=") + "{{ f.name }}" + _text(">\n")
 DSML = (
-    "{% for k, v in f.arguments.items() %}<｜DSML｜parameter name=\"{{ k }}\" string=\"{{ 'true' if v is string else 'false' }}\">"
+    '{% for k, v in f.arguments.items() %}<｜DSML｜parameter name="{{ k }}" string="'
+    "{{ 'true' if v is string else 'false' }}\">"
     f"{VALUE}</｜DSML｜parameter>{_text(chr(10))}{{% endfor %}}"
 )
 BARE = (
-    "{% macro bare(v) %}{% if v is string %}<escape>{{ v }}<escape>{% elif v is mapping %}{{ '{' }}{% for k, x in v.items() %}"
+    "{% macro bare(v) %}{% if v is string %}<escape>{{ v }}<escape>"
+    "{% elif v is mapping %}{{ '{' }}{% for k, x in v.items() %}"
     "{{ k }}:{{ bare(x) }}{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for x in v %}"
     "{{ bare(x) }}{{ '' if loop.last else ',' }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
@@ -133,7 +136,7 @@ TEMPLATES = {
     ),
     "nemotron": chat(OBJECT, begin="<TOOLCALL>[", end="]</TOOLCALL>", between=", "),
     "command-a": chat(
-        f'{{{{ {chr(10)!r} }}}}    {{"tool_call_id": "{{{{ i }}}}", "tool_name": "{{{{ f.name }}}}", "parameters": {JSON}}}',
+        _text("\n    ") + f'{{"tool_call_id": "{{{{ i }}}}", "tool_name": "{{{{ f.name }}}}", "parameters": {JSON}}}',
         begin="<|START_ACTION|>[",
         end="\n]<|END_ACTION|>",
         between=",",
@@ -150,7 +153,9 @@ TEMPLATES = {
         thoughts=None,
     ),
     "mistral-nemo": chat(
-        f'{{% if c.id | length != 9 %}}{{{{ raise_exception("an id has nine letters") }}}}{{% endif %}}{OBJECT[:-1]}, "id": "{{{{ c.id }}}}"}}',
+        "{% if c.id | length != 9 %}{{ raise_exception('an id has nine letters') }}{% endif %}"
+        + OBJECT[:-1]
+        + ', "id": "{{ c.id }}"}',
         begin="[TOOL_CALLS][",
         end="]",
         between=", ",
@@ -170,13 +175,21 @@ TEMPLATES = {
 
 def written(name: str, *calls: tuple[str, Mapping[str, Any]], **more: Any) -> str:
     """An answer with these calls, as the template writes it."""
-    ids = [{"id": f"functions.{called}:{number}" if "kimi" in name else f"quixotic{number}"} for number, (called, _) in enumerate(calls)]
-    made = [{**i, "function": {"name": called, "arguments": dict(given)}} for i, (called, given) in zip(ids, calls, strict=True)]
+    ids = [
+        {"id": f"functions.{called}:{number}" if "kimi" in name else f"quixotic{number}"}
+        for number, (called, _) in enumerate(calls)
+    ]
+    made = [
+        {**i, "function": {"name": called, "arguments": dict(given)}}
+        for i, (called, given) in zip(ids, calls, strict=True)
+    ]
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "", "tool_calls": made, **more}]
 
     def rendered(number: int, *, prompts: bool) -> str:
         return str(
-            render_jinja_template([messages[:number]], chat_template=TEMPLATES[name], add_generation_prompt=prompts)[0][0]
+            render_jinja_template([messages[:number]], chat_template=TEMPLATES[name], add_generation_prompt=prompts)[0][
+                0
+            ]
         )
 
     prompt, ended = rendered(1, prompts=True), rendered(1, prompts=False)

@@ -17,11 +17,10 @@ from transformers.utils.chat_parsing import parse_response
 from inflight.server.chat_format import families
 from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of, families_of, family_of
 from inflight.server.chat_format.families import Family
-from inflight.server.chat_format.learned import LEARNED
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.server.chat_format.pieces import CallDelta, Piece, Reasoning, fed, read_all
-from tests.server.chat_format.templates import TEMPLATES, chat, written
+from tests.server.chat_format.templates import TEMPLATES
 from tests.text.tokenizers_for_tests import byte_level
 
 TOOLS = [

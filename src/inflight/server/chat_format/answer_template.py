@@ -258,7 +258,13 @@ def families_of(chat_template: str) -> Sequence[Family]:
     own = [] if learned is None or not _reads(learned) else [learned.family]
     with_calls = [each for each in own if each.calls is not None]
     fixed, fallbacks = ([each for each in group if each.has(chat_template)] for group in (FAMILIES, FALLBACKS))
-    return [*fixed, *with_calls, *(each for each in fallbacks if each is not THINKING), *own, *(each for each in fallbacks if each is THINKING)]
+    return [
+        *fixed,
+        *with_calls,
+        *(each for each in fallbacks if each is not THINKING),
+        *own,
+        *(each for each in fallbacks if each is THINKING),
+    ]
 
 
 def _reads(learned: Learned) -> bool:

@@ -7,7 +7,7 @@ markers. Patterns are bounded, since each token searches for them.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from inflight.contracts.api.structured_output import Reasoning
@@ -190,9 +190,7 @@ MISTRAL = Family(
         {"open": "[THINK]", "close": "[/THINK]"},
         _calls(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
     ),
-    calls=CallFormat(
-        name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id=9
-    ),
+    calls=CallFormat(name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id=9),
 )
 
 LLAMA3 = Family(
@@ -207,9 +205,7 @@ MISTRAL_V3 = Family(
     "mistral (its third tokenizer, as in Mistral 7B v0.3)",
     [["[TOOL_CALLS]"]],
     None,
-    calls=CallFormat(
-        name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id=9
-    ),
+    calls=CallFormat(name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id=9),
 )
 """Its template refuses ids of any other length."""
 

@@ -227,7 +227,9 @@ class _Learner:
         """An answer up to what ends every answer."""
         end = self._end.strip()
         same = _shared(text.rstrip(), end, from_end=True).strip() if end and end not in text else end
-        return text.rpartition(same)[0] if same and end not in text else text.partition(end)[0] if end else text.rstrip()
+        return (
+            text.rpartition(same)[0] if same and end not in text else text.partition(end)[0] if end else text.rstrip()
+        )
 
     def _anchors_behind_results(self, calls: Field | None) -> Iterable[str]:
         """How an answer begins behind a tool's result, if that differs."""
@@ -244,7 +246,9 @@ class _Learner:
 
     def _probes_of_texts(self, calls: Field | None) -> Iterable[Probe]:
         """Answers with reasoning, content and a call, as far as the template writes them in this order."""
-        thought = {} if self._thoughts is None else dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
+        thought = (
+            {} if self._thoughts is None else dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
+        )
         message = {"content": TEXT, **thought}
         written = self._rendered(message if calls is None else self._calling(1, **message))
         found = [written.find(each) for each in (THOUGHT, TEXT, NAMES[0])]
@@ -273,10 +277,12 @@ class _Learner:
                     before, found, behind = _cut(text, _shared(self._plain, text)).partition(NAMES[0])
                     written = self._behind_thoughts(before) + found + behind.rstrip()
                     text = self._without_end(written)
-                    places = {name: "{name}" for name in NAMES}
+                    places = dict.fromkeys(NAMES, "{name}")
                     if not isinstance(call_id, str):
                         places |= {self._new_id(name, index): "{id}" for index, name in enumerate(NAMES)}
-                    placed = re.sub("|".join(places), lambda match: places[match[0]], text)
+                    placed = text
+                    for word, place in places.items():
+                        placed = placed.replace(word, place)
                     field, call_format, closing = self._notation(placed, number, is_ended=text != written)
                 except Exception as error:
                     logger.debug("calls cannot be learned: %r", error)
@@ -401,7 +407,7 @@ def _field_of(form: CallFormat) -> Field:
             more["content_args"] = {"tag_pattern": rf"{key}(?:{behinds})(?P<value>.*?){_edged(end.rstrip())}"}
         case BareJson(mark):
             more["content_args"] = {"unquoted_keys": True, "string_delims": [[mark, mark]]}
-    if head.endswith("{name}") and form.arguments is None or isinstance(form.arguments, BareJson):
+    if head.endswith("{name}") and not isinstance(form.arguments, MarkedArguments):
         opened += rf"(?={_SPACE}\{{)"
     return {
         "open_pattern": opened,

@@ -178,13 +178,15 @@ class TemplateReader(Blocks):
             self._call = _Call(match, match.end())
             return True
         self._move(match.end(), self._implicit if is_closing else field)
+        if is_closing and field is self._implicit:
+            self._edge.field = field
         return not (is_closing and is_empty)
 
     def _watched(self) -> Iterator[tuple[hf.ResponseTemplateField, bool]]:
         """The fields whose marks count here, and whether it is the opening or the closing mark. What closes the field
         without an opening mark ends a group of calls, and counts only behind them."""
         field = self._field
-        is_behind_calls = bool(self.blocks) and isinstance(self.blocks[-1], CallBlock)
+        is_behind_calls = self.num_calls > 0 and self._edge.field is None
         if field is not None and field.close_re is not None and (field is not self._implicit or is_behind_calls):
             yield field, False
         for each in self._fields:
@@ -327,7 +329,8 @@ class TemplateReader(Blocks):
             call.searched += close.start() == close.end()
             call.first = call.first or close
             if not form.may_begin(text, begin, close.start()):
-                return None, call.first.end()
+                # Only a call without arguments may have ended before.
+                return (None, call.first.end()) if call.last is None else (read(call.last.start()), call.last.end())
             if call.last is not None and call.following is None and not call.is_torn:
                 call.following = form.opening(text, call.last.end(), close)
             if call.following is not None:

@@ -63,6 +63,11 @@ def bare(value: Any) -> str:
     return f'<|"|>{value}<|"|>' if isinstance(value, str) else in_json(value)
 
 
+def keywords(call: tuple[str, Mapping[str, Any]]) -> str:
+    """A call as in Python, with JSON's literals."""
+    return f"{call[0]}({', '.join(f'{key}={in_json(value)}' for key, value in call[1].items())})"
+
+
 @dataclass(frozen=True)
 class Notation:
     """A family's chat template, as far as it tells the family, and how calls are written."""
@@ -111,6 +116,12 @@ NOTATIONS = {
         ("<|tool_call>", "<tool_call|>", '<|"|>'),
         lambda *calls: "".join(f"<|tool_call>call:{name}{bare(arguments)}<tool_call|>" for name, arguments in calls),
         between="",
+    ),
+    "lfm2": Notation(
+        "<|tool_call_start|> {{ tools }}",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        lambda *calls: f"<|tool_call_start|>[{', '.join(map(keywords, calls))}]<|tool_call_end|>",
+        between=None,
     ),
     "mistral": Notation(
         "[TOOL_CALLS] [ARGS] {{ tools }}",

@@ -194,6 +194,13 @@ RECORDED = {
         "[THINK]A greeting.[/THINK]Hello.",
         (T("A greeting."), "Hello."),
     ),
+    "lfm2": Recorded(
+        families.LFM2,
+        "<|im_start|>assistant\n",
+        """<think>Hm.</think>Now.<|tool_call_start|>[get_weather(city='Pa"ris](', days=2), get-time.v2(exact=True)]"""
+        "<|tool_call_end|>",
+        (T("Hm."), "Now.", ("get_weather", {"city": 'Pa"ris](', "days": 2}), ("get-time.v2", {"exact": True})),
+    ),
     "others that think": Recorded(
         families.THINKING, "user: hi\nassistant: <think>\n", "Hm.</think>Hello", (T("Hm."), "Hello")
     ),
@@ -333,7 +340,7 @@ def test_answers_are_divided_however_they_are_cut(name: str) -> None:
     assert parts_of(read(recorded, list(text))) == recorded.parts
 
 
-@pytest.mark.parametrize("name", [name for name, each in RECORDED.items() if name != "qwen3-coder: cut off"])
+@pytest.mark.parametrize("name", [name for name in RECORDED if name not in ("qwen3-coder: cut off", "lfm2")])
 def test_the_library_reads_the_same_calls_and_reasoning(name: str) -> None:
     recorded = RECORDED[name]
     try:
@@ -391,11 +398,13 @@ def test_the_family_is_recognised_from_the_chat_template(template: str, family: 
 
 def test_models_of_a_family_that_do_not_think_have_no_reasoning() -> None:
     tokenizer = byte_level()
-    thinking = answer_template_of(tokenizer, "<tool_call> {{ '<think>' }}")
+    for template in ("<tool_call> {{ '<think>' }}", "<|tool_call> {{ '<|channel>thought\\n' }}"):
+        thinking = answer_template_of(tokenizer, template)
+        assert thinking is not None
+        assert thinking.has_reasoning
     plain = answer_template_of(tokenizer, "<tool_call>")
-    assert thinking is not None
     assert plain is not None
-    assert (thinking.has_reasoning, plain.has_reasoning) == (True, False)
+    assert not plain.has_reasoning
 
 
 def own(template: Any) -> Tokenizer:

@@ -26,6 +26,7 @@ from inflight.server.chat_format.families import (
     THINKING,
     CallFormat,
     Family,
+    MarkedArguments,
     ResponseTemplate,
     head_of,
 )
@@ -243,6 +244,25 @@ def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTempla
     return _template_of_family(chat_template)
 
 
+def shown_notation(tokenizer: Tokenizer) -> str:
+    """How a model writes calls and reasoning, for people, and how that is known; "": it is unknown."""
+    template = chat_template_of(tokenizer)
+    known, form = answer_template_of(tokenizer, template), call_format_of(template)
+    if known is not None and known.has_calls:
+        form = known.call_format or form
+    shown = []
+    if form is not None:
+        head, behind = (form.head.replace("{name}", "NAME"), form.tail) if form.head else (head_of(form, "NAME"), "}")
+        arguments = form.arguments.begin.format(key="KEY") if isinstance(form.arguments, MarkedArguments) else ""
+        call = f"{form.begin}{form.opening}{head}{arguments}…{behind}{form.closing}{form.end}"
+        shown.append(f"calls as {' '.join(call.split())}")
+    if known is not None and known.has_reasoning and (marks := known._marks) is not None:
+        shown.append(f"reasoning as {marks.begin}…{marks.end}")
+    own = getattr(tokenizer.inner, "response_template", None)
+    names = ["the tokenizer's response template"] if own is not None else [each.name for each in families_of(template)]
+    return f"{', '.join(shown)} ({names[0]})" if shown else ""
+
+
 def chat_template_of(tokenizer: Tokenizer) -> str:
     """A tokenizer's chat template; "" without one."""
     template = tokenizer.inner.chat_template or ""
@@ -309,6 +329,6 @@ def _template_of_family(chat_template: str) -> AnswerTemplate | None:
         return None
     fields = dict(family.template["fields"])
     thoughts = fields.get(REASONING_FIELDS[0], {})
-    if family.name != LEARNED and "open" in thoughts and thoughts["open"] not in chat_template:
+    if family.name != LEARNED and "open" in thoughts and thoughts["open"].strip() not in chat_template:
         del fields[REASONING_FIELDS[0]]  # it does not think
     return AnswerTemplate({**family.template, "fields": fields}, family)

@@ -11,13 +11,13 @@ refuse, by name, what they cannot enforce.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.chat_format.families import BareJson, CallFormat, MarkedArguments, head_of
+from inflight.server.chat_format.families import BareJson, CallFormat, KeywordArguments, MarkedArguments, head_of
 
 Schema: TypeAlias = Mapping[str, Any]
 """A checked schema, enforceable as far as checked."""
@@ -144,6 +144,8 @@ def _arguments(rule: str, call_format: CallFormat, schema: Schema, tokens: Mappi
     match call_format.arguments:
         case MarkedArguments():
             return marked_arguments(rule, schema, call_format.arguments, tokens)
+        case KeywordArguments():
+            return keyword_arguments(rule, schema)
         case BareJson():
             return BareArguments(rule, schema, call_format.arguments.string_mark, tokens)
         case None:
@@ -196,15 +198,9 @@ def marked_arguments(
     Raises ValueError if the schema cannot be enforced in this notation.
     """
     schema = {**resolved(schema, schema), **_shared(schema)}
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    for keyword in sorted(schema.keys() - _OF_ROOTS - ANNOTATIONS):
-        raise ValueError(f"{keyword!r} {NOT_ENFORCED}")
-    for key in sorted(set(required) - properties.keys()):
-        raise ValueError(f"{key!r} is required, but no property; that {NOT_ENFORCED}")
+    properties, required, may_have_others = _properties_of(schema)
     names = [f"{rule}_{number}" for number in range(len(properties))]
-    others = f" {rule}_other*" if schema.get("additionalProperties", True) is not False else ""
-    if others and (properties or schema.get("additionalProperties", True) not in (True, {})):
-        raise ValueError(f"properties that have no name {NOT_ENFORCED}")
+    others = f" {rule}_other*" if may_have_others else ""
     written = [f"{name}{'' if key in required else '?'}" for name, key in zip(names, properties, strict=True)]
     yield f"{rule}: {' '.join(written)}{others}"
     before, _, behind = notation.begin.partition("{key}")
@@ -223,6 +219,48 @@ def marked_arguments(
     if others:
         begin = f"{written_mark(before, tokens)} /[A-Za-z_][A-Za-z0-9_.-]*/ {written_mark(behind, tokens)}"
         yield from _value(f"{rule}_other", begin, "", {"type": "string"}, notation.end, tokens)
+
+
+def _properties_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str], bool]:
+    """The properties of arguments that are written one by one, the required ones, and whether any others may come.
+
+    Raises ValueError if the schema says more."""
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    for keyword in sorted(schema.keys() - _OF_ROOTS - ANNOTATIONS):
+        raise ValueError(f"{keyword!r} {NOT_ENFORCED}")
+    for key in sorted(set(required) - properties.keys()):
+        raise ValueError(f"{key!r} is required, but no property; that {NOT_ENFORCED}")
+    others = schema.get("additionalProperties", True)
+    if others is not False and (properties or others not in (True, {})):
+        raise ValueError(f"properties that have no name {NOT_ENFORCED}")
+    return properties, required, others is not False
+
+
+def keyword_arguments(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rules of arguments as in Python, with JSON's literals. See `marked_arguments`."""
+    schema = {**resolved(schema, schema), **_shared(schema)}
+    properties, required, may_have_others = _properties_of(schema)
+    if may_have_others:
+        yield f"{rule}: ({rule}_other ({quoted(', ')} {rule}_other)*)?"
+        yield f"{rule}_other: /[A-Za-z_][A-Za-z0-9_]*/ {quoted('=')} {json_rule({})}"
+        return
+    yield f"{rule}: {rule}_first_0"  # the first argument stands behind no comma
+    for number, (key, value) in enumerate(properties.items()):
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise ValueError(f"the property {key!r} cannot be written in this model's notation of calls")
+        if value is not True and not isinstance(value, Mapping):
+            raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
+        meant = {**({} if value is True else value), **_shared(schema)}
+        yield f"{rule}_{number}: {quoted(f'{key}=')} {json_rule(meant)}"
+        is_needed = key in required
+        yield f"{rule}_first_{number}: {rule}_{number} {rule}_next_{number + 1}" + (
+            "" if is_needed else f" | {rule}_first_{number + 1}"
+        )
+        yield f"{rule}_next_{number}: {quoted(', ')} {rule}_{number} {rule}_next_{number + 1}" + (
+            "" if is_needed else f" | {rule}_next_{number + 1}"
+        )
+    yield f'{rule}_first_{len(properties)}: ""'
+    yield f'{rule}_next_{len(properties)}: ""'
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,7 +22,7 @@ NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
 """The beginning of answers is unknown; see `AnswerTemplate.reader`."""
 
 CHATML = "<|im_start|>assistant\n"
-CALL_BY_NAME = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
+_CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _NAMED = {"type": "function", "function": "{content}"}
 _THINK = {"open": "<think>", "close": "</think>"}
 
@@ -38,6 +38,11 @@ class MarkedArguments:
     begin: str
     end: str
     begin_other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeywordArguments:
+    """Arguments as in Python: names, "=", and literals, which may also be JSON's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +83,7 @@ class CallFormat:
     arguments_key: str = "arguments"
     head: str = ""
     tail: str = ""
-    arguments: MarkedArguments | BareJson | None = None
+    arguments: MarkedArguments | BareJson | KeywordArguments | None = None
     between_objects: str | None = None
     between_groups: str | None = "\n"
     is_begin_optional: bool = False
@@ -115,9 +120,10 @@ def _answers(anchor: str | list[str], reasoning: Field, calls: Field, content: F
     return {"start_anchor": anchor, "fields": fields}
 
 
-def _calls(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
+def calls_field(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
+    """Return a field of calls whose opening mark has the group `name`."""
     marks = {"open_pattern": open_pattern, "close_pattern": close_pattern}
-    return {**marks, "content": content, "transform": CALL_BY_NAME, **more}
+    return {**marks, "content": content, "transform": _CALL, **more}
 
 
 _HARMONY_END: Field = {"close": ["<|end|>", "<|return|>"], "repeats": True, "join": "\n\n"}
@@ -129,7 +135,7 @@ HARMONY = Family(
         "<|start|>assistant",
         {"open_pattern": r"<\|channel\|>analysis[^<]{0,64}<\|message\|>", **_HARMONY_END},
         # The recipient stands before or after the channel, and the kind of the content may be named.
-        _calls(
+        calls_field(
             r"(?: to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64}<\|channel\|>(?:commentary|analysis)[^<]{0,64}"
             r"|<\|channel\|>(?:commentary|analysis)\s{0,8}(?:<\|constrain\|>)?[^<\s]{0,64}"
             r" to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
@@ -158,7 +164,7 @@ GEMMA4 = Family(
     _answers(
         ["<|turn>model\n", "<tool_response|>"],
         {"open": "<|channel>thought\n", "close": "<channel|>"},
-        _calls(
+        calls_field(
             r"<\|tool_call>call:(?P<name>[^{<\s]{1,256})",
             r"<tool_call\|>",
             content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
@@ -175,10 +181,36 @@ GEMMA4 = Family(
     ),
 )
 
+LFM2 = Family(
+    "lfm2",
+    [["<|tool_call_start|>", "<|tool_list_start|>"]],
+    _answers(
+        CHATML,
+        _THINK,
+        {
+            "open": "<|tool_call_start|>",
+            "close": "<|tool_call_end|>",
+            "content": "json",
+            "content_args": {"python_calls": True},
+        },
+    ),
+    calls=CallFormat(
+        name="lfm2",
+        begin="<|tool_call_start|>",
+        opening="[",
+        head="{name}(",
+        arguments=KeywordArguments(),
+        tail=")",
+        between_objects=", ",
+        closing="]",
+        end="<|tool_call_end|>",
+    ),
+)
+
 HERMES = Family(
     "hermes (Qwen 2.5 and 3)",
     [["<tool_call>"]],
-    _answers(CHATML, _THINK, _calls(r"<tool_call>", r"</tool_call>", transform=_NAMED)),
+    _answers(CHATML, _THINK, calls_field(r"<tool_call>", r"</tool_call>", transform=_NAMED)),
     calls=CallFormat(name="hermes", begin="<tool_call>", end="</tool_call>", opening="\n", closing="\n"),
 )
 
@@ -188,7 +220,7 @@ MISTRAL = Family(
     _answers(
         ["[/INST]", "[/TOOL_RESULTS]"],
         {"open": "[THINK]", "close": "[/THINK]"},
-        _calls(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
+        calls_field(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
     ),
     calls=CallFormat(name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id=9),
 )
@@ -215,7 +247,7 @@ THINKING = Family(
     {**NO_ANCHOR, "fields": {"reasoning_content": _THINK, "content": {}}},
 )
 
-FAMILIES = (HARMONY, GEMMA4, MISTRAL)
+FAMILIES = (HARMONY, GEMMA4, LFM2, MISTRAL)
 """Families that vary from their chat templates. The first match counts."""
 
 FALLBACKS = (HERMES, LLAMA3, MISTRAL_V3, THINKING)

@@ -16,13 +16,13 @@ from typing import Any, TypeAlias
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from inflight.server.chat_format.families import (
-    CALL_BY_NAME,
     NO_ANCHOR,
     BareJson,
     CallFormat,
     Family,
     Field,
     MarkedArguments,
+    calls_field,
 )
 
 logger = logging.getLogger(__name__)
@@ -51,6 +51,8 @@ TOOLS: Sequence[Mapping[str, Any]] = [
     for name, each in zip(NAMES, ARGUMENTS, strict=True)
 ]
 
+_THOUGHT = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
+
 _IDS: Sequence[tuple[int | str | None, Callable[[str, int], str]]] = (
     (None, lambda name, index: f"call_{index:024d}"),
     (9, lambda name, index: f"quxidxyz{index}"),
@@ -65,9 +67,7 @@ _MARK = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z][A-Z_]*\]")
 _UNITS = re.compile(rf"{_MARK.pattern}|\s+|\w+|.", re.DOTALL)
 _SPACE = r"\s{0,8}"
 _PLACE = re.compile(r"(\{(?:name|key|index|id)\})")
-_OBJECT = re.compile(
-    r'(?P<before>[^{]*)\{\s*"name":\s*"\{name\}",\s*"(?P<key>arguments|parameters)":\s*', re.DOTALL
-)  # the last two groups of a head
+_OBJECT = re.compile(r'(?P<before>[^{]*)\{\s*"name":\s*"\{name\}",\s*"(?P<key>arguments|parameters)":\s*')
 
 Probe: TypeAlias = tuple[str, str, Sequence[Any]]
 """A prompt, an answer, and what it consists of: texts, and names and arguments of calls."""
@@ -204,8 +204,7 @@ class _Learner:
 
     def _find_thoughts(self, before: str) -> tuple[str, str] | None:
         """The marks of reasoning; None: there are none."""
-        thought = dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
-        for message in ({"content": TEXT, **thought}, self._calling(1, **thought)):
+        for message in ({"content": TEXT, **_THOUGHT}, self._calling(1, **_THOUGHT)):
             try:
                 begun, found, behind = self._rendered(message).partition(THOUGHT)
             except Exception as error:
@@ -226,10 +225,10 @@ class _Learner:
     def _without_end(self, text: str) -> str:
         """An answer up to what ends every answer."""
         end = self._end.strip()
-        same = _shared(text.rstrip(), end, from_end=True).strip() if end and end not in text else end
-        return (
-            text.rpartition(same)[0] if same and end not in text else text.partition(end)[0] if end else text.rstrip()
-        )
+        if end and end in text:
+            return text.partition(end)[0]
+        same = _shared(text.rstrip(), end, from_end=True).strip()
+        return text.rpartition(same)[0] if same else text.rstrip()
 
     def _anchors_behind_results(self, calls: Field | None) -> Iterable[str]:
         """How an answer begins behind a tool's result, if that differs."""
@@ -246,10 +245,7 @@ class _Learner:
 
     def _probes_of_texts(self, calls: Field | None) -> Iterable[Probe]:
         """Answers with reasoning, content and a call, as far as the template writes them in this order."""
-        thought = (
-            {} if self._thoughts is None else dict.fromkeys(("reasoning_content", "reasoning", "thinking"), THOUGHT)
-        )
-        message = {"content": TEXT, **thought}
+        message = {"content": TEXT, **(_THOUGHT if self._thoughts else {})}
         written = self._rendered(message if calls is None else self._calling(1, **message))
         found = [written.find(each) for each in (THOUGHT, TEXT, NAMES[0])]
         parts: list[Any] = [THOUGHT] if found[0] >= 0 and self._thoughts else []
@@ -390,7 +386,7 @@ def _as_objects(form: CallFormat) -> tuple[Field, CallFormat, Sequence[str]] | N
 
 def _field_of(form: CallFormat) -> Field:
     """The field of calls that have a head."""
-    is_grouped, more, content = form.between_objects is not None, {}, "json"
+    is_grouped, content, more = form.between_objects is not None, "json", dict[str, Any]()
     head, tail = form.head if is_grouped else form.begin + form.head, form.tail.strip()
     before = [form.begin + form.opening, form.between_objects or ""] if is_grouped else []
     opened = "".join(rf"(?:{_pattern(each.strip())}\s{{0,8}})?" for each in before if each.strip()) + _pattern(head)
@@ -409,10 +405,4 @@ def _field_of(form: CallFormat) -> Field:
             more["content_args"] = {"unquoted_keys": True, "string_delims": [[mark, mark]]}
     if head.endswith("{name}") and not isinstance(form.arguments, MarkedArguments):
         opened += rf"(?={_SPACE}\{{)"
-    return {
-        "open_pattern": opened,
-        "close_pattern": close,
-        "content": content,
-        "transform": CALL_BY_NAME,
-        **more,
-    }
+    return calls_field(opened, close, content, **more)

@@ -178,8 +178,6 @@ class TemplateReader(Blocks):
             self._call = _Call(match, match.end())
             return True
         self._move(match.end(), self._implicit if is_closing else field)
-        if is_closing and field is self._implicit:
-            self._edge.field = field
         return not (is_closing and is_empty)
 
     def _watched(self) -> Iterator[tuple[hf.ResponseTemplateField, bool]]:

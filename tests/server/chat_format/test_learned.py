@@ -1,17 +1,20 @@
 """Families are learned from chat templates alone; what cannot be read back is not believed."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
+import jsonschema
 import pytest
 
 from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of, families_of, shown_notation
 from inflight.server.chat_format.families import THINKING, BareJson, CallFormat, MarkedArguments
 from inflight.server.chat_format.learned import LEARNED
+from tests.grammar.helpers import compiler, walk
 from tests.server.chat_format.fuzz_calls import Fuzzer
 from tests.server.chat_format.pieces import CallDelta, Reasoning, read_all
 from tests.server.chat_format.templates import TEMPLATES, chat, each, written
-from tests.server.chat_format.test_notations import NOTATIONS
+from tests.server.chat_format.test_notations import NOTATIONS, form_of, tokenizer_of
 from tests.server.chat_format.test_template_reader import NAMES, TOOLS, parts_of
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -128,3 +131,30 @@ def test_a_call_without_arguments_before_another_is_one() -> None:
     for name in ("qwen3-coder", "glm-4.7", "minimax-m2"):
         text = written(name, *calls)
         assert parts_of(read_all(learned(TEMPLATES[name]).reader("", TOOLS, NAMES), [text])) == tuple(calls)
+
+
+@pytest.mark.parametrize("name", [name for name in NOTATIONS if name != "harmony"])  # its texts begin in a channel
+def test_what_a_grammar_lets_a_model_write_is_a_call(name: str) -> None:
+    """Walks at random through the grammar of required calls."""
+    schema = {
+        "type": "object",
+        "properties": {"unit": {"enum": ["C", "F"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+        "required": ["unit"],
+        "additionalProperties": False,
+    }
+    functions = [{"name": each, "parameters": schema, "strict": True} for each in ("weather", "get-time.v2")]
+    tokenizer = tokenizer_of(NOTATIONS[name], "as text")
+    tools = [{"type": "function", "function": each} for each in functions]
+    form = form_of(NOTATIONS[name], tokenizer, tools, "required")
+    assert form.structured_output is not None
+    grammar, without_thoughts = compiler(tokenizer).compile, replace(form.structured_output, reasoning=None)
+    called = set()
+    for seed in range(16):
+        text = walk(grammar(without_thoughts), tokenizer, random.Random(seed), num_wandering=10)
+        parts = parts_of(read_all(form.make_reader(), [text]))
+        assert parts
+        for part in parts:
+            assert isinstance(part, tuple), text
+            jsonschema.validate(part[1], schema)
+            called.add(part[0])
+    assert called == {"weather", "get-time.v2"}

@@ -61,7 +61,7 @@ agents: $(READY)          ## agents of other packages, which are installed (1.5 
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
 	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging
 
-soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer (90 minutes)
+soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer, calls in pieces (two hours)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000
@@ -71,6 +71,7 @@ soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, sto
 	$(BIN)/python -m tests.execution.fuzz_operators --calls 10_000 --sanitize
 	$(BIN)/python -m tests.server.fuzz_histories --seed 1 --cases 100_000
 	$(BIN)/python -m tests.gguf.mutations --number 100_000
+	$(BIN)/python -m tests.server.chat_format.fuzz_calls --number 10_000
 	INFLIGHT_TEST_TRIAL=1 $(BIN)/python -m pytest tests/benchmarks/test_gpu_trial.py
 	$(MAKE) agents
 

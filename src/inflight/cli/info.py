@@ -77,9 +77,10 @@ def info(model: str | None, as_json: bool, loads: bool, verify: bool, **options:
         ends, notes = (tokenizer.ends(), [*tokenizer.notes]) if tokenizer else ({}, notes)
         if as_json:
             named = {"eos_token_ids": [*ends], "eos_named_by": [*ends.values()], "notes": notes}
-            print(json.dumps({**asdict(summary), **named}, indent=2))
+            print(json.dumps({**asdict(summary), **named, "answers": _answers(tokenizer)}, indent=2))
         else:
-            _print({**_header_for_people(summary), "ends at": _ends(tokenizer, ends), "notes": "\n".join(notes)})
+            found = {"ends at": _ends(tokenizer, ends), "answers": _answers(tokenizer), "notes": "\n".join(notes)}
+            _print({**_header_for_people(summary), **found})
         return
     from inflight import LLM
 
@@ -130,6 +131,13 @@ def _ends(tokenizer: Tokenizer | None, ends: dict[int, str]) -> str:
     )
 
 
+def _answers(tokenizer: Tokenizer | None) -> str:
+    """The notation of calls and reasoning."""
+    from inflight.server.chat_format.answer_template import shown_notation
+
+    return "" if tokenizer is None else shown_notation(tokenizer)
+
+
 def _around(llm: "LLM") -> dict[str, Any]:
     """Facts beyond `ModelInfo`: memory in bytes, and whether it can chat."""
     info = llm.model_info
@@ -138,6 +146,7 @@ def _around(llm: "LLM") -> dict[str, Any]:
         "weight_bytes": sum(each.num_bytes for each in info.weights),
         "cache_bytes": info.num_blocks * per_block,
         "has_chat_template": llm.tokenizer is not None and bool(llm.tokenizer.inner.chat_template),
+        "answers": _answers(llm.tokenizer),
     }
 
 
@@ -169,6 +178,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         "speculation": info.speculation,
         "ends at": _ends(llm.tokenizer, ends) or "nothing: give --max-tokens",
         "chat template": "yes" if around["has_chat_template"] else "none: it completes texts, and cannot chat",
+        "answers": around["answers"],
         "notes": "\n".join(info.notes),
     }
 

@@ -11,8 +11,9 @@ from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.grammar import GrammarCompiler
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
+from inflight.server.chat_format.answer_template import call_format_of
 from inflight.server.chat_format.call_grammar import calls_grammar, schema_of
-from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat
 from inflight.server.chat_format.tools import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer

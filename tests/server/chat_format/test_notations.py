@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import pytest
@@ -13,13 +14,15 @@ from hypothesis import strategies as st
 
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
+from inflight.server.chat_format.answer_template import call_format_of
 from inflight.server.chat_format.tools import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler
-from tests.server.chat_format.pieces import read_all
+from tests.server.chat_format.pieces import Reasoning, read_all
 from tests.server.chat_format.scripted import cut
+from tests.server.chat_format.templates import TEMPLATES, written
 from tests.server.chat_format.test_template_reader import parts_of
 
 SCHEMA = {
@@ -60,47 +63,46 @@ def bare(value: Any) -> str:
     return f'<|"|>{value}<|"|>' if isinstance(value, str) else in_json(value)
 
 
-def marked(arguments: Mapping[str, Any], begin: str, end: str) -> str:
-    texts = {key: value if isinstance(value, str) else in_json(value) for key, value in arguments.items()}
-    return "".join(begin.replace("KEY", key) + text + end for key, text in texts.items())
+def keywords(call: tuple[str, Mapping[str, Any]]) -> str:
+    """A call as in Python, with JSON's literals."""
+    return f"{call[0]}({', '.join(f'{key}={in_json(value)}' for key, value in call[1].items())})"
 
 
 @dataclass(frozen=True)
 class Notation:
-    """A family's chat template, as far as it tells the family, and how one call is written."""
+    """A family's chat template, as far as it tells the family, and how calls are written."""
 
     template: str
     marks: tuple[str, ...]
-    write: Callable[[str, Mapping[str, Any]], str]
+    write_all: Callable[..., str]
     before_text: str = ""
     between: str | None = "\n"
 
+    def write(self, name: str, arguments: Mapping[str, Any]) -> str:
+        return self.write_all((name, arguments))
 
-def _harmony(name: str, arguments: Mapping[str, Any]) -> str:
+
+def _harmony(call: tuple[str, Mapping[str, Any]]) -> str:
+    name, arguments = call
     return f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{in_json(arguments)}"
 
 
-def _r1(name: str, arguments: Mapping[str, Any]) -> str:
-    call = f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{in_json(arguments)}\n```<｜tool▁call▁end｜>"
-    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
+def notation_of(name: str) -> Notation:
+    """One that is learned: the template is the writer."""
+    call = written(name, ("weather", {"city": "Rome", "days": 1}))
+    marks = [each for each in re.findall(r"</?[^<>]*>|\[/?[A-Z_]+\]", call) if not re.search("weather|city|days", each)]
+    learned = call_format_of(TEMPLATES[name])
+    assert learned is not None
+    said = "<|START_RESPONSE|>" if name == "command-a" else ""
+    return Notation(
+        TEMPLATES[name],
+        tuple(dict.fromkeys(marks)),
+        lambda *calls: written(name, *calls).lstrip(),
+        before_text=said,
+        between=learned.between_groups,
+    )
 
 
-def _v31(name: str, arguments: Mapping[str, Any]) -> str:
-    call = f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{in_json(arguments)}<｜tool▁call▁end｜>"
-    return f"<｜tool▁calls▁begin｜>{call}<｜tool▁calls▁end｜>"
-
-
-def _qwen(name: str, arguments: Mapping[str, Any]) -> str:
-    written = marked(arguments, "<parameter=KEY>\n", "\n</parameter>\n")
-    return f"<tool_call>\n<function={name}>\n{written}</function>\n</tool_call>"
-
-
-def _glm(name: str, arguments: Mapping[str, Any]) -> str:
-    written = marked(arguments, "<arg_key>KEY</arg_key>\n<arg_value>", "</arg_value>\n")
-    return f"<tool_call>{name}\n{written}</tool_call>"
-
-
-DEEPSEEK_MARKS = tuple(f"<｜tool▁{each}｜>" for each in ("calls▁begin", "call▁begin", "sep", "call▁end", "calls▁end"))
 NOTATIONS = {
     "harmony": Notation(
         "<|channel|> <|message|> {{ tools }}",
@@ -112,23 +114,22 @@ NOTATIONS = {
     "gemma4": Notation(
         "<|tool_call> {{ tools }}",
         ("<|tool_call>", "<tool_call|>", '<|"|>'),
-        lambda name, arguments: f"<|tool_call>call:{name}{bare(arguments)}<tool_call|>",
+        lambda *calls: "".join(f"<|tool_call>call:{name}{bare(arguments)}<tool_call|>" for name, arguments in calls),
         between="",
     ),
-    "deepseek-r1": Notation("<｜Assistant｜> ```json {{ tools }}", DEEPSEEK_MARKS, _r1, between=None),
-    "deepseek-v3.1": Notation("<｜Assistant｜> {{ tools }}", DEEPSEEK_MARKS, _v31, between=None),
-    "qwen3-coder": Notation("<tool_call> <function= {{ tools }}", ("<tool_call>", "</tool_call>"), _qwen),
-    "glm-4.5": Notation(
-        "<tool_call> <arg_key> {{ tools }}",
-        ("<tool_call>", "</tool_call>", "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
-        _glm,
+    "lfm2": Notation(
+        "<|tool_call_start|> {{ tools }}",
+        ("<|tool_call_start|>", "<|tool_call_end|>"),
+        lambda *calls: f"<|tool_call_start|>[{', '.join(map(keywords, calls))}]<|tool_call_end|>",
+        between=None,
     ),
     "mistral": Notation(
         "[TOOL_CALLS] [ARGS] {{ tools }}",
         ("[TOOL_CALLS]", "[ARGS]"),
-        lambda name, arguments: f"[TOOL_CALLS]{name}[ARGS]{in_json(arguments)}",
+        lambda *calls: "".join(f"[TOOL_CALLS]{name}[ARGS]{in_json(arguments)}" for name, arguments in calls),
         between="",
     ),
+    **{name: notation_of(name) for name in TEMPLATES if name != "mistral-nemo"},  # its objects have ids
 }
 
 RIGHT = [
@@ -248,9 +249,15 @@ def test_marks_within_a_value_never_shorten_a_call(name: str, data: st.DataObjec
         assert parts_of(read_all(reader, pieces)) == parts
     if parts != (("weather", dict(arguments)),):
         # No notation without quotes is free of doubt: then nothing is called, or the text is what was understood.
-        understood = [part if isinstance(part, str) else notation.write(*part) for part in parts]
-        assert name in ("qwen3-coder", "glm-4.5", "gemma4")
-        assert parts == (text,) or re.sub(r"\s", "", "".join(understood)) == re.sub(r"\s", "", text)
+        call_format = call_format_of(notation.template)
+        assert call_format is not None
+        assert call_format.arguments is not None
+        texts = [part.text if isinstance(part, Reasoning) else part for part in parts]
+        kinds = groupby(texts, key=lambda part: isinstance(part, str))
+        understood = ["".join(found) if is_text else notation.write_all(*found) for is_text, found in kinds]
+        around = (call_format.begin, call_format.end.strip()) if call_format.between_objects is not None else ()
+        left_out = "|".join([r"\s", "</?think>", *map(re.escape, around)])
+        assert parts == (text,) or re.sub(left_out, "", "".join(understood)) == re.sub(left_out, "", text)
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 from transformers.utils.chat_parsing import parse_response
 
 from inflight.server.chat_format import families
-from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of
-from inflight.server.chat_format.families import Family, family_of
+from inflight.server.chat_format.answer_template import AnswerTemplate, answer_template_of, families_of, family_of
+from inflight.server.chat_format.families import Family
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from tests.server.chat_format.pieces import CallDelta, Piece, Reasoning, fed, read_all
+from tests.server.chat_format.templates import TEMPLATES
 from tests.text.tokenizers_for_tests import byte_level
 
 TOOLS = [
@@ -37,6 +38,9 @@ TOOLS = [
     for name in ("get_weather", "get-time.v2")
 ]
 NAMES = ["get_weather", "get-time.v2"]
+DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM = (
+    families_of(TEMPLATES[name])[0] for name in ("deepseek-r1", "deepseek-v3.1", "qwen3-coder", "glm-4.5")
+)
 Call = tuple[str, Any]
 
 
@@ -96,7 +100,7 @@ RECORDED = {
         ("It is 3.",),
     ),
     "deepseek-r1": Recorded(
-        families.DEEPSEEK,
+        DEEPSEEK_R1,
         "<｜begin▁of▁sentence｜><｜User｜>Weather?<｜Assistant｜><think>\n",
         "They want the weather.\n</think>\n\nOne moment.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function"
         '<｜tool▁sep｜>get_weather\n```json\n{"city": "Paris", "days": 2}\n```<｜tool▁call▁end｜>\n'
@@ -105,7 +109,7 @@ RECORDED = {
         (T("They want the weather."), "One moment.", PARIS, ROME),
     ),
     "deepseek-v3.1": Recorded(
-        families.DEEPSEEK,
+        DEEPSEEK,
         "<｜User｜>Weather?<｜Assistant｜></think>",
         'One moment.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Rome"}'
         "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -152,26 +156,26 @@ RECORDED = {
         ),
     ),
     "qwen3-coder": Recorded(
-        families.QWEN_XML,
+        QWEN_XML,
         "<|im_start|>assistant\n",
         "I look.\n<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n  x\n</parameter>\n<parameter=days>"
         "\n3\n</parameter>\n<parameter=exact>\ntrue\n</parameter>\n</function>\n</tool_call>",
         ("I look.", ("get_weather", {"city": "Paris\n  x", "days": 3, "exact": True})),
     ),
     "qwen3-coder: cut off": Recorded(
-        families.QWEN_XML,
+        QWEN_XML,
         "<|im_start|>assistant\n",
         "<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=da",
         ("<tool_call>\n<function=get_weather>\n<parameter=city>\nParis\n</parameter>\n<parameter=da",),
     ),
     "qwen3.5": Recorded(
-        families.QWEN_XML,
+        QWEN_XML,
         "<|im_start|>assistant\n<think>\n",
         "Hm.\n</think>\n\n<tool_call>\n<function=get-time.v2>\n</function>\n</tool_call>",
         (T("Hm."), ("get-time.v2", {})),
     ),
     "glm-4.5": Recorded(
-        families.GLM,
+        GLM,
         "[gMASK]<sop><|user|>\nWeather?<|assistant|>",
         "\n<think>Both.</think>\n\n<tool_call>get_weather\n<arg_key>city</arg_key>\n<arg_value>Paris</arg_value>\n"
         "<arg_key>days</arg_key>\n<arg_value>2</arg_value>\n</tool_call>\n<tool_call>get-time.v2\n</tool_call>",
@@ -189,6 +193,13 @@ RECORDED = {
         "[SYSTEM_PROMPT]Think in [THINK]draft[/THINK].[/SYSTEM_PROMPT][INST]Hi[/INST]",
         "[THINK]A greeting.[/THINK]Hello.",
         (T("A greeting."), "Hello."),
+    ),
+    "lfm2": Recorded(
+        families.LFM2,
+        "<|im_start|>assistant\n",
+        """<think>Hm.</think>Now.<|tool_call_start|>[get_weather(city='Pa"ris](', days=2), get-time.v2(exact=True)]"""
+        "<|tool_call_end|>",
+        (T("Hm."), "Now.", ("get_weather", {"city": 'Pa"ris](', "days": 2}), ("get-time.v2", {"exact": True})),
     ),
     "others that think": Recorded(
         families.THINKING, "user: hi\nassistant: <think>\n", "Hm.</think>Hello", (T("Hm."), "Hello")
@@ -233,20 +244,20 @@ IN_VALUES = [
 UNCLOSED = "<tool_call>\n<function=write>\n<parameter=text>\nhello\n</function>\n</tool_call>"
 TORN = f"{xml('a')} b\n</function></tool_call"
 HARD = {
-    **{f"xml: {text!r}": Recorded(families.QWEN_XML, CHATML, xml(text), (writing(text),)) for text in IN_VALUES},
+    **{f"xml: {text!r}": Recorded(QWEN_XML, CHATML, xml(text), (writing(text),)) for text in IN_VALUES},
     **{
         f"xml, among others: {text!r}": Recorded(
-            families.QWEN_XML,
+            QWEN_XML,
             CHATML,
             f"I do.\n{xml('1')}\n{xml(text)} And\n{xml('2')}\nmore.",
             ("I do.", writing("1"), writing(text), " And", writing("2"), "\nmore."),
         )
         for text in IN_VALUES
     },
-    "xml: a value that is not closed": Recorded(families.QWEN_XML, CHATML, UNCLOSED, (UNCLOSED,)),
-    "xml: a closing mark too many": Recorded(families.QWEN_XML, CHATML, f"{TORN}> c", (f"{TORN}> c",)),
+    "xml: a value that is not closed": Recorded(QWEN_XML, CHATML, UNCLOSED, (UNCLOSED,)),
+    "xml: a closing mark too many": Recorded(QWEN_XML, CHATML, f"{TORN}> c", (f"{TORN}> c",)),
     "xml: twice the same key": Recorded(
-        families.QWEN_XML, CHATML, xml("a", "b"), (writing("a\n</parameter>\n<parameter=text>\nb"),)
+        QWEN_XML, CHATML, xml("a", "b"), (writing("a\n</parameter>\n<parameter=text>\nb"),)
     ),
     "hermes: marks in strings": Recorded(
         families.HERMES,
@@ -280,7 +291,7 @@ HARD = {
         families.HERMES, CHATML, f"<think>\nplan <tool_call>? {in_json('a')}", (T("plan <tool_call>?"), writing("a"))
     ),
     "two calls in reasoning that the prompt has begun": Recorded(
-        families.QWEN_XML,
+        QWEN_XML,
         f"{CHATML}<think>\n",
         f"plan\n{xml('a')}\n{xml('b')}",
         (T("plan"), writing("a"), writing("b")),
@@ -329,7 +340,7 @@ def test_answers_are_divided_however_they_are_cut(name: str) -> None:
     assert parts_of(read(recorded, list(text))) == recorded.parts
 
 
-@pytest.mark.parametrize("name", [name for name, each in RECORDED.items() if name != "qwen3-coder: cut off"])
+@pytest.mark.parametrize("name", [name for name in RECORDED if name not in ("qwen3-coder: cut off", "lfm2")])
 def test_the_library_reads_the_same_calls_and_reasoning(name: str) -> None:
     recorded = RECORDED[name]
     try:
@@ -374,9 +385,6 @@ def test_a_text_without_marks_is_content_as_it_is(text: str, place: int) -> None
     [
         ("<|start|>{{ role }}<|channel|>final<|message|>", families.HARMONY),
         ("<|turn>model <|tool_call>call:", families.GEMMA4),
-        ("<｜Assistant｜><think>\\n", families.DEEPSEEK),
-        ("<tool_call>\n<function=", families.QWEN_XML),
-        ("<tool_call>{name}\n<arg_key>", families.GLM),
         ("<tool_call>", families.HERMES),
         ("[TOOL_CALLS]{{ name }}[ARGS]", families.MISTRAL),
         ("[TOOL_CALLS] [{{ call }}]", None),
@@ -390,11 +398,13 @@ def test_the_family_is_recognised_from_the_chat_template(template: str, family: 
 
 def test_models_of_a_family_that_do_not_think_have_no_reasoning() -> None:
     tokenizer = byte_level()
-    thinking = answer_template_of(tokenizer, "<tool_call> {{ '<think>' }}")
+    for template in ("<tool_call> {{ '<think>' }}", "<|tool_call> {{ '<|channel>thought\\n' }}"):
+        thinking = answer_template_of(tokenizer, template)
+        assert thinking is not None
+        assert thinking.has_reasoning
     plain = answer_template_of(tokenizer, "<tool_call>")
-    assert thinking is not None
     assert plain is not None
-    assert (thinking.has_reasoning, plain.has_reasoning) == (True, False)
+    assert not plain.has_reasoning
 
 
 def own(template: Any) -> Tokenizer:
@@ -527,7 +537,7 @@ CALL = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Rome"}}\n</t
         (families.HERMES, CALL, "\nhello", ("\nhello",)),
         (families.HERMES, "<think>\nHm", "mm.</think>\nHi", (T("mm."), "Hi")),
         (families.GEMMA4, "Hi<turn|>\n<|turn>user\nyo", "abcdefghijklmnop", ("abcdefghijklmnop",)),
-        (families.DEEPSEEK, "Hi<｜tool▁calls▁end｜>", "abcdefghijklmnop", ("abcdefghijklmnop",)),
+        (DEEPSEEK, "Hi<｜tool▁calls▁end｜>", "abcdefghijklmnop", ("abcdefghijklmnop",)),
         (families.HARMONY, "", "Hello there", ("Hello there",)),
         (families.HARMONY, "", '<|channel|>commentary to=browser.search<|message|>{"q": 1}<|call|>', None),
     ],
@@ -557,7 +567,11 @@ def test_arguments_in_json_stay_as_they_were_written(arguments: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "family", [each for each in families.FAMILIES if each.template], ids=lambda family: family.name
+    "family",
+    [
+        *(each for each in (*families.FAMILIES, *families.FALLBACKS) if each.template),
+        *(families_of(TEMPLATES[name])[0] for name in TEMPLATES if name != "mistral-nemo"),
+    ],
 )
 @pytest.mark.parametrize(
     "opened",

@@ -12,10 +12,16 @@ from typing import Any
 from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import opaque_tokens
-from inflight.server.chat_format.answer_template import PLAIN_TEXT, AnswerTemplate, answer_template_of, chat_template_of
+from inflight.server.chat_format.answer_template import (
+    PLAIN_TEXT,
+    AnswerTemplate,
+    answer_template_of,
+    call_format_of,
+    chat_template_of,
+)
 from inflight.server.chat_format.call_grammar import Schema, calls_grammar, schema_of
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions
-from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat, call_format_of
+from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat
 from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.chat_format.tools import Tool, ToolFields
 from inflight.server.wire.api_errors import ApiError

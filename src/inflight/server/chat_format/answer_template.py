@@ -9,7 +9,7 @@ import secrets
 import string
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -17,9 +17,20 @@ import regex
 from transformers.utils.chat_parsing import response_templates as hf
 
 from inflight.contracts.api.structured_output import Reasoning
-from inflight.server.chat_format.blocks import ReasoningBlock
+from inflight.server.chat_format.blocks import CallBlock, ReasoningBlock
 from inflight.server.chat_format.call_text import CallText, SearchBudget
-from inflight.server.chat_format.families import NO_ANCHOR, CallFormat, Family, ResponseTemplate, family_of, head_of
+from inflight.server.chat_format.families import (
+    FALLBACKS,
+    FAMILIES,
+    NO_ANCHOR,
+    THINKING,
+    CallFormat,
+    Family,
+    MarkedArguments,
+    ResponseTemplate,
+    head_of,
+)
+from inflight.server.chat_format.learned import LEARNED, NAMES, TOOLS, Learned, learn
 from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
@@ -125,13 +136,15 @@ class AnswerTemplate:
             is_bare = form is not None and form.is_begin_optional
             heads = {head_of(form, name): name for name in names} if is_guaranteed and form is not None else None
             calls = CallText(fields[CALLS], tools, names, budget, is_bare=is_bare, heads=heads)
+        head = form.head.partition("{name}")[0] if form is not None else ""
+        num_begun = prompt.count(head) if head else 0  # calls of the whole chat are counted
         return TemplateReader(
             [field for name, field in fields.items() if name != CALLS or tools is not None],
             self._begun(prompt),
             reasoning=REASONING_FIELDS,
             calls=calls,
             budget=budget,
-            new_call_id=lambda: new_call_id(None if form is None else form.call_id_length),
+            new_call_id=partial(new_call_id, None if form is None else form.call_id, begun=num_begun),
             is_parallel=is_parallel,
         )
 
@@ -199,11 +212,20 @@ class AnswerTemplate:
         return ""
 
 
-def new_call_id(length: int | None) -> str:
-    """Return a call's id of this many letters and digits; None: in OpenAI's form."""
-    if length is None:
+def new_call_id(form: int | str | None, name: str, index: int, begun: int = 0) -> str:
+    """Return a call's id.
+
+    Args:
+        form: see `CallFormat.call_id`.
+        name: of the tool.
+        index: the number of calls before it in the answer.
+        begun: the number of calls before the answer.
+    """
+    if form is None:
         return f"call_{secrets.token_hex(12)}"
-    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(length))
+    if isinstance(form, str):
+        return form.format(name=name, index=begun + index)
+    return "".join(secrets.choice(_LETTERS_AND_DIGITS) for _ in range(form))
 
 
 PLAIN_TEXT = AnswerTemplate({**NO_ANCHOR, "fields": {"content": {}}})
@@ -222,12 +244,74 @@ def answer_template_of(tokenizer: Tokenizer, chat_template: str) -> AnswerTempla
     return _template_of_family(chat_template)
 
 
+def shown_notation(tokenizer: Tokenizer) -> str:
+    """How a model writes calls and reasoning, for people, and how that is known; "": it is unknown."""
+    template = chat_template_of(tokenizer)
+    known, form = answer_template_of(tokenizer, template), call_format_of(template)
+    if known is not None and known.has_calls:
+        form = known.call_format or form
+    shown = []
+    if form is not None:
+        head, behind = (form.head.replace("{name}", "NAME"), form.tail) if form.head else (head_of(form, "NAME"), "}")
+        arguments = form.arguments.begin.format(key="KEY") if isinstance(form.arguments, MarkedArguments) else ""
+        call = f"{form.begin}{form.opening}{head}{arguments}…{behind}{form.closing}{form.end}"
+        shown.append(f"calls as {' '.join(call.split())}")
+    if known is not None and known.has_reasoning and (marks := known._marks) is not None:
+        shown.append(f"reasoning as {marks.begin}…{marks.end}")
+    own = getattr(tokenizer.inner, "response_template", None)
+    names = ["the tokenizer's response template"] if own is not None else [each.name for each in families_of(template)]
+    return f"{', '.join(shown)} ({names[0]})" if shown else ""
+
+
 def chat_template_of(tokenizer: Tokenizer) -> str:
     """A tokenizer's chat template; "" without one."""
     template = tokenizer.inner.chat_template or ""
     if isinstance(template, dict):  # several by name; "tool_use" is the one for tools
         template = template.get("tool_use") or template.get("default") or ""
     return str(template)
+
+
+@lru_cache(maxsize=8)
+def families_of(chat_template: str) -> Sequence[Family]:
+    """Return what is known about the models of a chat template, what is certain first."""
+    learned = learn(chat_template)
+    own = [] if learned is None or not _reads(learned) else [learned.family]
+    with_calls = [each for each in own if each.calls is not None]
+    fixed, fallbacks = ([each for each in group if each.has(chat_template)] for group in (FAMILIES, FALLBACKS))
+    return [
+        *fixed,
+        *with_calls,
+        *(each for each in fallbacks if each is not THINKING),
+        *own,
+        *(each for each in fallbacks if each is THINKING),
+    ]
+
+
+def _reads(learned: Learned) -> bool:
+    """Whether a learned family's reader finds what its chat template wrote."""
+    try:
+        template = AnswerTemplate(learned.family.template or {}, learned.family)
+        for prompt, text, parts in learned.probes:
+            reader = template.reader(prompt, TOOLS, NAMES)
+            reader.feed(text, is_last=True)
+            read = [(e.name, json.loads(e.arguments)) if isinstance(e, CallBlock) else e.text for e in reader.blocks]
+            if read != list(parts):
+                logger.debug("what was learned from the chat template does not read %r", text)
+                return False
+    except (ValueError, regex.error, ApiError) as error:
+        logger.debug("what was learned from the chat template cannot be used: %r", error)
+        return False
+    return True
+
+
+def family_of(chat_template: str) -> Family | None:
+    """Return the family of a chat template; None if unknown."""
+    return next((each for each in families_of(chat_template) if each.template is not None), None)
+
+
+def call_format_of(chat_template: str) -> CallFormat | None:
+    """Return the call format of a chat template; None if unknown."""
+    return next((each.calls for each in families_of(chat_template) if each.calls is not None), None)
 
 
 @lru_cache(maxsize=8)
@@ -243,9 +327,8 @@ def _own_template(written: str, chat_template: str) -> AnswerTemplate | None:
 def _template_of_family(chat_template: str) -> AnswerTemplate | None:
     if (family := family_of(chat_template)) is None or family.template is None:
         return None
-    fields = family.template["fields"]
-    if "open" in (reasoning := fields[REASONING_FIELDS[0]]) and reasoning["open"] not in chat_template:
-        fields = {
-            field: written for field, written in fields.items() if field != REASONING_FIELDS[0]
-        }  # it does not think
+    fields = dict(family.template["fields"])
+    thoughts = fields.get(REASONING_FIELDS[0], {})
+    if family.name != LEARNED and "open" in thoughts and thoughts["open"].strip() not in chat_template:
+        del fields[REASONING_FIELDS[0]]  # it does not think
     return AnswerTemplate({**family.template, "fields": fields}, family)

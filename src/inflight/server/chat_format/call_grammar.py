@@ -11,13 +11,13 @@ refuse, by name, what they cannot enforce.
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.chat_format.families import BareJson, CallFormat, MarkedArguments, head_of
+from inflight.server.chat_format.families import BareJson, CallFormat, KeywordArguments, MarkedArguments, head_of
 
 Schema: TypeAlias = Mapping[str, Any]
 """A checked schema, enforceable as far as checked."""
@@ -127,18 +127,25 @@ def _calls(
     for number, (name, schema) in enumerate(schemas.items()):
         head, tail = quoted(head_of(call_format, name)), '"}"'
         if call_format.head:
-            before, _, behind = call_format.head.partition("{name}")
-            head = f"{written_mark(before, tokens)} {quoted(name)} {written_mark(behind, tokens)}"
-            tail = written_mark(call_format.tail, tokens)
+            head, tail = (_placed(each, name, tokens) for each in (call_format.head, call_format.tail))
         rules.append(f"call_{number}: {head} arguments_{number} {tail}")
         rules += _arguments(f"arguments_{number}", call_format, schema, tokens)
     return rules
+
+
+def _placed(text: str, name: str, tokens: Mapping[str, int]) -> str:
+    """Return what stands for a text with places, see `CallFormat.head`."""
+    places = {"{name}": quoted(name), "{index}": "/[0-9]{1,6}/", "{id}": "/[A-Za-z0-9_]{1,64}/"}
+    pieces = re.split("(" + "|".join(map(re.escape, places)) + ")", text)
+    return " ".join(places.get(piece) or written_mark(piece, tokens) for piece in pieces)
 
 
 def _arguments(rule: str, call_format: CallFormat, schema: Schema, tokens: Mapping[str, int]) -> Iterable[str]:
     match call_format.arguments:
         case MarkedArguments():
             return marked_arguments(rule, schema, call_format.arguments, tokens)
+        case KeywordArguments():
+            return keyword_arguments(rule, schema)
         case BareJson():
             return BareArguments(rule, schema, call_format.arguments.string_mark, tokens)
         case None:
@@ -191,28 +198,69 @@ def marked_arguments(
     Raises ValueError if the schema cannot be enforced in this notation.
     """
     schema = {**resolved(schema, schema), **_shared(schema)}
-    properties, required = schema.get("properties", {}), schema.get("required", ())
-    for keyword in sorted(schema.keys() - _OF_ROOTS - ANNOTATIONS):
-        raise ValueError(f"{keyword!r} {NOT_ENFORCED}")
-    for key in sorted(set(required) - properties.keys()):
-        raise ValueError(f"{key!r} is required, but no property; that {NOT_ENFORCED}")
+    properties, required, may_have_others = _properties_of(schema)
     names = [f"{rule}_{number}" for number in range(len(properties))]
-    others = f" {rule}_other*" if schema.get("additionalProperties", True) is not False else ""
-    if others and (properties or schema.get("additionalProperties", True) not in (True, {})):
-        raise ValueError(f"properties that have no name {NOT_ENFORCED}")
+    others = f" {rule}_other*" if may_have_others else ""
     written = [f"{name}{'' if key in required else '?'}" for name, key in zip(names, properties, strict=True)]
     yield f"{rule}: {' '.join(written)}{others}"
     before, _, behind = notation.begin.partition("{key}")
+    other = notation.begin_other.partition("{key}")[2]
     for name, (key, value) in zip(names, properties.items(), strict=True):
         begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(behind, tokens)}"
         if value is True:
             value = {}
         elif not isinstance(value, Mapping):
             raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
-        yield from _value(name, begin, key, {**value, **_shared(schema)}, notation.end, tokens)
+        value = {**value, **_shared(schema)}
+        meant = resolved(value, value)
+        if notation.begin_other and not (_is_text(meant) or any(isinstance(each, str) for each in _choices(meant))):
+            begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(other, tokens)}"
+        yield from _value(name, begin, key, value, notation.end, tokens)
     if others:
         begin = f"{written_mark(before, tokens)} /[A-Za-z_][A-Za-z0-9_.-]*/ {written_mark(behind, tokens)}"
         yield from _value(f"{rule}_other", begin, "", {"type": "string"}, notation.end, tokens)
+
+
+def _properties_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str], bool]:
+    """The properties of arguments that are written one by one, the required ones, and whether any others may come.
+
+    Raises ValueError if the schema says more."""
+    properties, required = schema.get("properties", {}), schema.get("required", ())
+    for keyword in sorted(schema.keys() - _OF_ROOTS - ANNOTATIONS):
+        raise ValueError(f"{keyword!r} {NOT_ENFORCED}")
+    for key in sorted(set(required) - properties.keys()):
+        raise ValueError(f"{key!r} is required, but no property; that {NOT_ENFORCED}")
+    others = schema.get("additionalProperties", True)
+    if others is not False and (properties or others not in (True, {})):
+        raise ValueError(f"properties that have no name {NOT_ENFORCED}")
+    return properties, required, others is not False
+
+
+def keyword_arguments(rule: str, schema: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the rules of arguments as in Python, with JSON's literals. See `marked_arguments`."""
+    schema = {**resolved(schema, schema), **_shared(schema)}
+    properties, required, may_have_others = _properties_of(schema)
+    if may_have_others:
+        yield f"{rule}: ({rule}_other ({quoted(', ')} {rule}_other)*)?"
+        yield f"{rule}_other: /[A-Za-z_][A-Za-z0-9_]*/ {quoted('=')} {json_rule({})}"
+        return
+    yield f"{rule}: {rule}_first_0"  # the first argument stands behind no comma
+    for number, (key, value) in enumerate(properties.items()):
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise ValueError(f"the property {key!r} cannot be written in this model's notation of calls")
+        if value is not True and not isinstance(value, Mapping):
+            raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
+        meant = {**({} if value is True else value), **_shared(schema)}
+        yield f"{rule}_{number}: {quoted(f'{key}=')} {json_rule(meant)}"
+        is_needed = key in required
+        yield f"{rule}_first_{number}: {rule}_{number} {rule}_next_{number + 1}" + (
+            "" if is_needed else f" | {rule}_first_{number + 1}"
+        )
+        yield f"{rule}_next_{number}: {quoted(', ')} {rule}_{number} {rule}_next_{number + 1}" + (
+            "" if is_needed else f" | {rule}_next_{number + 1}"
+        )
+    yield f'{rule}_first_{len(properties)}: ""'
+    yield f'{rule}_next_{len(properties)}: ""'
 
 
 def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -224,7 +272,7 @@ def _value(
     rule: str, begin: str, key: str, schema: Mapping[str, Any], end: str, tokens: Mapping[str, int]
 ) -> Iterator[str]:
     meant = resolved(schema, schema)
-    choices = meant.get("enum", [meant["const"]] if "const" in meant else [])
+    choices = _choices(meant)
     if "enum" in meant and not choices:
         raise ValueError(f"the enum of {key!r} has no values")
     if choices and all(isinstance(each, str) for each in choices):
@@ -237,12 +285,20 @@ def _value(
             if name in meant:
                 raise ValueError(f"{name!r} of {key!r} {NOT_ENFORCED}")
         text = rf"/(.|\n){{{meant.get('minLength', 0)},{meant.get('maxLength', '')}}}/"
-        if isinstance(pieces_of(end, tokens)[0], int):
-            yield f"{rule}: {begin} {rule}_text {written_mark(end, tokens)}"
-            yield f"{rule}_text: {text}"
+        pieces = pieces_of(end, tokens)
+        is_token = [isinstance(each, int) for each in pieces]
+        if any(is_token):  # no text contains it
+            before = "".join(map(str, pieces[: is_token.index(True)]))
+            yield f"{rule}: {begin} {rule.upper()} {written_mark(end[len(before) :], tokens)}"
+            yield f"{rule.upper()}: {text} {quoted(before)}"
         else:
             yield f"{rule}: {begin} {rule}_text"
             yield f"{rule}_text[lazy]: {text} {quoted(end)}"
+
+
+def _choices(schema: Mapping[str, Any]) -> list[Any]:
+    """The only values that a schema names; []: any."""
+    return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
 def _is_text(schema: Mapping[str, Any]) -> bool:

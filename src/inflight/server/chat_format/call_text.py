@@ -6,6 +6,7 @@ a value stands before the next property of the schema, or at the end of the call
 call; it is never a shorter one.
 """
 
+import ast
 import json
 import logging
 import re
@@ -142,7 +143,7 @@ class CallText:
         self._default: dict[str, Any] | None = None if is_bare else {}
         self.open_first = regex.compile(rf"{field.open_re.pattern}|\G\s*+(?=\{{)") if is_bare else field.open_re
         self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
-        self.is_json = field.content == "json" and not field.content_args.get("string_delims")
+        self.is_json = field.content == "json" and not field.content_args.keys() & {"string_delims", "python_calls"}
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
         value = _VALUE.search(pattern)
@@ -204,6 +205,8 @@ class CallText:
             return json.dumps(self._marked(body, name)), replace(self.field, content="json", content_args={})
         if (delims := args.get("string_delims", [])) or args.get("unquoted_keys"):
             return _as_json(body, delims), replace(self.field, content="json", content_args={})
+        if args.get("python_calls"):
+            return json.dumps(_python_calls(body)), replace(self.field, content_args={})
         if "tag_pattern" in args and self._search(self._tags.sub, "", body).strip():  # the library needs as long
             raise ValueError("there is text outside of the marks")
         return body, self.field
@@ -268,6 +271,32 @@ def _as_json(text: str, string_delims: Sequence[Sequence[str]]) -> str:
 
     found = regex.sub("|".join(alternatives), written, text, flags=regex.DOTALL)
     return json.dumps(json.loads(found, object_pairs_hook=_unique))
+
+
+_WORDS = re.compile(r"""(?s)"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|(?P<name>[\w.-]+)(?=[(=])|\b(?:true|false|null)\b""")
+
+
+def _python_calls(text: str) -> list[dict[str, Any]]:
+    """Read a list of calls in Python whose literals may be JSON's. Raises ValueError, SyntaxError."""
+    names: list[str] = []
+
+    def in_python(match: re.Match[str]) -> str:
+        if match["name"] is not None:  # or a key; it may be no identifier
+            names.append(match["name"])
+            return f"_{len(names) - 1}"
+        with suppress(ValueError):
+            return repr(json.loads(match[0]))
+        return match[0]
+
+    calls = []
+    for call in ast.parse(_WORDS.sub(in_python, text.strip()), mode="eval").body.elts:  # type: ignore[attr-defined]
+        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
+            raise ValueError("this is no call with arguments by name")
+        keys = [names[int((each.arg or "")[1:])] for each in call.keywords]
+        values = [ast.literal_eval(each.value) for each in call.keywords]
+        given = _unique(list(zip(keys, values, strict=True)))
+        calls.append({"name": names[int(call.func.id[1:])], "arguments": given})
+    return calls
 
 
 def _unique(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:

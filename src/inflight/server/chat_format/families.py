@@ -7,7 +7,7 @@ markers. Patterns are bounded, since each token searches for them.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from inflight.contracts.api.structured_output import Reasoning
@@ -29,10 +29,20 @@ _THINK = {"open": "<think>", "close": "</think>"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedArguments:
-    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name."""
+    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name.
+
+    Attributes:
+        begin_other: the same before values that are not strings; "": `begin`.
+    """
 
     begin: str
     end: str
+    begin_other: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KeywordArguments:
+    """Arguments as in Python: names, "=", and literals, which may also be JSON's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +63,8 @@ class CallFormat:
         end: the marker after it; "" if there is none.
         opening, closing: the text between the markers and the calls.
         arguments_key: the key of a call's arguments, next to its "name", in an object.
-        head: in it, "{name}" stands for the name of the tool; "": a call is an object.
+        head: in it, "{name}" stands for the name of the tool, "{index}" for a number, and "{id}" for an id; "": a call
+            is an object.
         tail: what follows the arguments.
         arguments: how they are written; None: as JSON.
         between_objects: the text between the calls of a group; None: each call has its own group or, if `begin` is
@@ -61,7 +72,7 @@ class CallFormat:
         between_groups: the text between groups; None: there is at most one.
         is_begin_optional: whether an object at the beginning of the text is a call, too. Models that may omit `begin`
             are never forced to write it.
-        call_id_length: letters and digits of a call's id; None: ids in OpenAI's form.
+        call_id: the form of ids: a number of letters and digits, or a text with places as in `head`; None: OpenAI's.
     """
 
     name: str
@@ -72,11 +83,11 @@ class CallFormat:
     arguments_key: str = "arguments"
     head: str = ""
     tail: str = ""
-    arguments: MarkedArguments | BareJson | None = None
+    arguments: MarkedArguments | BareJson | KeywordArguments | None = None
     between_objects: str | None = None
     between_groups: str | None = "\n"
     is_begin_optional: bool = False
-    call_id_length: int | None = None
+    call_id: int | str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +120,8 @@ def _answers(anchor: str | list[str], reasoning: Field, calls: Field, content: F
     return {"start_anchor": anchor, "fields": fields}
 
 
-def _calls(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
+def calls_field(open_pattern: str, close_pattern: str, content: str = "json", **more: Any) -> Field:
+    """Return a field of calls whose opening mark has the group `name`."""
     marks = {"open_pattern": open_pattern, "close_pattern": close_pattern}
     return {**marks, "content": content, "transform": _CALL, **more}
 
@@ -123,7 +135,7 @@ HARMONY = Family(
         "<|start|>assistant",
         {"open_pattern": r"<\|channel\|>analysis[^<]{0,64}<\|message\|>", **_HARMONY_END},
         # The recipient stands before or after the channel, and the kind of the content may be named.
-        _calls(
+        calls_field(
             r"(?: to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64}<\|channel\|>(?:commentary|analysis)[^<]{0,64}"
             r"|<\|channel\|>(?:commentary|analysis)\s{0,8}(?:<\|constrain\|>)?[^<\s]{0,64}"
             r" to=functions\.(?P<name>[^<\s]{1,256})[^<]{0,64})"
@@ -152,7 +164,7 @@ GEMMA4 = Family(
     _answers(
         ["<|turn>model\n", "<tool_response|>"],
         {"open": "<|channel>thought\n", "close": "<channel|>"},
-        _calls(
+        calls_field(
             r"<\|tool_call>call:(?P<name>[^{<\s]{1,256})",
             r"<tool_call\|>",
             content_args={"unquoted_keys": True, "string_delims": [['<|"|>', '<|"|>']]},
@@ -169,98 +181,36 @@ GEMMA4 = Family(
     ),
 )
 
-DEEPSEEK = Family(
-    "deepseek-v3.1",
-    [["<｜Assistant｜>"]],
-    _answers(
-        "<｜Assistant｜>",
-        _THINK,
-        # R1 and V3: a kind, the name, and a block of JSON; V3.1: the name and JSON.
-        _calls(
-            r"(?:<｜tool▁calls▁begin｜>\s{0,8})?<｜tool▁call▁begin｜>"
-            r"(?:function<｜tool▁sep｜>(?P<name>[^\n<]{1,256})\n```(?:json)?\n|"
-            r"(?!function<｜tool▁sep｜>)(?P<name>[^\n<]{1,256})<｜tool▁sep｜>)",
-            r"(?:\n```)?\s{0,8}<｜tool▁call▁end｜>",
-        ),
-        {"close": "<｜tool▁calls▁end｜>"},
-    ),
-    calls=CallFormat(
-        name="deepseek-v3.1",
-        begin="<｜tool▁calls▁begin｜>",
-        head="<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>",
-        tail="<｜tool▁call▁end｜>",
-        between_objects="",
-        end="<｜tool▁calls▁end｜>",
-    ),
-)
-
-DEEPSEEK_R1 = replace(
-    DEEPSEEK,
-    name="deepseek-r1",
-    marks=[*DEEPSEEK.marks, ["```json"]],
-    calls=CallFormat(
-        name="deepseek-r1",
-        begin="<｜tool▁calls▁begin｜>",
-        head="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
-        tail="\n```<｜tool▁call▁end｜>",
-        between_objects="\n",
-        end="<｜tool▁calls▁end｜>",
-    ),
-)
-
-QWEN_XML = Family(
-    "qwen3-coder and qwen3.5",
-    [["<tool_call>"], ["<function="]],
+LFM2 = Family(
+    "lfm2",
+    [["<|tool_call_start|>", "<|tool_list_start|>"]],
     _answers(
         CHATML,
         _THINK,
-        _calls(
-            r"<tool_call>\s{0,8}<function=(?P<name>[^>\n]{1,256})>",
-            r"</function>\s{0,8}</tool_call>",
-            "xml-inline",
-            content_args={"tag_pattern": r"<parameter=(?P<key>[^>\n]{1,256})>\n?(?P<value>.*?)\n?</parameter>"},
-        ),
+        {
+            "open": "<|tool_call_start|>",
+            "close": "<|tool_call_end|>",
+            "content": "json",
+            "content_args": {"python_calls": True},
+        },
     ),
     calls=CallFormat(
-        name="qwen3-coder",
-        begin="<tool_call>",
-        opening="\n",
-        head="<function={name}>\n",
-        arguments=MarkedArguments("<parameter={key}>\n", "\n</parameter>\n"),
-        tail="</function>",
-        closing="\n",
-        end="</tool_call>",
-    ),
-)
-
-GLM = Family(
-    "glm-4.5",
-    [["<tool_call>"], ["<arg_key>"]],
-    _answers(
-        "<|assistant|>",
-        _THINK,
-        _calls(
-            r"<tool_call>\s{0,8}(?P<name>[^<\s]{1,256})\s{0,8}(?=<arg_key>|</tool_call>)",
-            r"</tool_call>",
-            "xml-inline",
-            content_args={
-                "tag_pattern": r"<arg_key>(?P<key>[^<]{1,256})</arg_key>\s{0,8}<arg_value>(?P<value>.*?)</arg_value>"
-            },
-        ),
-    ),
-    calls=CallFormat(
-        name="glm-4.5",
-        begin="<tool_call>",
-        head="{name}\n",
-        arguments=MarkedArguments("<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>\n"),
-        end="</tool_call>",
+        name="lfm2",
+        begin="<|tool_call_start|>",
+        opening="[",
+        head="{name}(",
+        arguments=KeywordArguments(),
+        tail=")",
+        between_objects=", ",
+        closing="]",
+        end="<|tool_call_end|>",
     ),
 )
 
 HERMES = Family(
     "hermes (Qwen 2.5 and 3)",
     [["<tool_call>"]],
-    _answers(CHATML, _THINK, _calls(r"<tool_call>", r"</tool_call>", transform=_NAMED)),
+    _answers(CHATML, _THINK, calls_field(r"<tool_call>", r"</tool_call>", transform=_NAMED)),
     calls=CallFormat(name="hermes", begin="<tool_call>", end="</tool_call>", opening="\n", closing="\n"),
 )
 
@@ -270,11 +220,9 @@ MISTRAL = Family(
     _answers(
         ["[/INST]", "[/TOOL_RESULTS]"],
         {"open": "[THINK]", "close": "[/THINK]"},
-        _calls(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
+        calls_field(r"\[TOOL_CALLS\](?P<name>[^\[]{1,256})(?:\[CALL_ID\][^\[]{0,64})?\[ARGS\]", r"(?=\[TOOL_CALLS\])"),
     ),
-    calls=CallFormat(
-        name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id_length=9
-    ),
+    calls=CallFormat(name="mistral-v11", begin="[TOOL_CALLS]", head="{name}[ARGS]", between_groups="", call_id=9),
 )
 
 LLAMA3 = Family(
@@ -289,9 +237,7 @@ MISTRAL_V3 = Family(
     "mistral (its third tokenizer, as in Mistral 7B v0.3)",
     [["[TOOL_CALLS]"]],
     None,
-    calls=CallFormat(
-        name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id_length=9
-    ),
+    calls=CallFormat(name="mistral", begin="[TOOL_CALLS]", opening="[", closing="]", between_objects=", ", call_id=9),
 )
 """Its template refuses ids of any other length."""
 
@@ -301,24 +247,17 @@ THINKING = Family(
     {**NO_ANCHOR, "fields": {"reasoning_content": _THINK, "content": {}}},
 )
 
-FAMILIES = (HARMONY, GEMMA4, DEEPSEEK_R1, DEEPSEEK, QWEN_XML, GLM, HERMES, MISTRAL, LLAMA3, MISTRAL_V3, THINKING)
-"""The first match counts."""
+FAMILIES = (HARMONY, GEMMA4, LFM2, MISTRAL)
+"""Families that vary from their chat templates. The first match counts."""
+
+FALLBACKS = (HERMES, LLAMA3, MISTRAL_V3, THINKING)
+"""For chat templates from which nothing can be learned. The first match counts."""
 
 PLAIN = CallFormat(name="plain", begin="", between_objects="\n", is_begin_optional=True)
 """For models without a known notation: bare objects, enforced by a grammar."""
 
 CALL_FORMATS = {each.calls.name: each.calls for each in (HERMES, LLAMA3, MISTRAL_V3) if each.calls}
 """Notations for operators' --tool-call-parser: calls as objects."""
-
-
-def family_of(chat_template: str) -> Family | None:
-    """Return the family of a chat template; None if unknown."""
-    return next((each for each in FAMILIES if each.template is not None and each.has(chat_template)), None)
-
-
-def call_format_of(chat_template: str) -> CallFormat | None:
-    """Return the call format of a chat template; None if unknown."""
-    return next((each.calls for each in FAMILIES if each.calls is not None and each.has(chat_template)), None)
 
 
 def head_of(call_format: CallFormat, name: str) -> str:

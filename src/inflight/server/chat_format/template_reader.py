@@ -93,6 +93,7 @@ class TemplateReader(Blocks):
         reasoning: the names of fields of reasoning. All others but that of calls are content.
         calls: reads the text of calls; None: there is no field of calls.
         budget: the time for searches.
+        new_call_id: makes the id of a call, from its name and the number of calls before it.
         is_parallel: whether there may be several calls; if not, all but the first are dropped.
     """
 
@@ -104,7 +105,7 @@ class TemplateReader(Blocks):
         reasoning: Collection[str],
         calls: CallText | None,
         budget: SearchBudget,
-        new_call_id: Callable[[], str],
+        new_call_id: Callable[[str, int], str],
         is_parallel: bool = True,
     ) -> None:
         super().__init__()
@@ -159,6 +160,8 @@ class TemplateReader(Blocks):
         end = len(self._text)
         for field, is_opening in self._watched():
             match, begin = self._find(field, self._position, is_last, is_opening=is_opening)
+            if field is self._implicit and self._text[self._position : match.start() if match else begin].strip():
+                continue
             if match is None:
                 end = min(end, begin)
             else:
@@ -178,9 +181,11 @@ class TemplateReader(Blocks):
         return not (is_closing and is_empty)
 
     def _watched(self) -> Iterator[tuple[hf.ResponseTemplateField, bool]]:
-        """The fields whose marks count here, and whether it is the opening or the closing mark."""
+        """The fields whose marks count here, and whether it is the opening or the closing mark. What closes the field
+        without an opening mark ends a group of calls, and counts only behind them."""
         field = self._field
-        if field is not None and field.close_re is not None:
+        is_behind_calls = self.num_calls > 0 and self._edge.field is None
+        if field is not None and field.close_re is not None and (field is not self._implicit or is_behind_calls):
             yield field, False
         for each in self._fields:
             is_call = self._calls is not None and each is self._calls.field and self._is_in_reasoning
@@ -256,7 +261,7 @@ class TemplateReader(Blocks):
             if more is not None:
                 self._call = _Call(call.mark, end, call.is_list)
             return more is not None
-        if not call.is_none:
+        if not call.is_none and (end == call.mark.end() or "name" not in call.mark.groupdict()):
             found = self._object_of(call, form, is_last)
             if found is None:
                 return call.is_streamed
@@ -304,7 +309,7 @@ class TemplateReader(Blocks):
             if close is None and not is_last:
                 return None
             call.first = call.first or close
-            if close is None or not call.scanner.is_in_string:
+            if close is None or not (call.scanner.is_in_string or close[0] in "}]"):
                 return None, len(text) if call.first is None else call.first.end()
             call.searched += close.start() == close.end()
 
@@ -322,7 +327,8 @@ class TemplateReader(Blocks):
             call.searched += close.start() == close.end()
             call.first = call.first or close
             if not form.may_begin(text, begin, close.start()):
-                return None, call.first.end()
+                # Only a call without arguments may have ended before.
+                return (None, call.first.end()) if call.last is None else (read(call.last.start()), call.last.end())
             if call.last is not None and call.following is None and not call.is_torn:
                 call.following = form.opening(text, call.last.end(), close)
             if call.following is not None:
@@ -380,7 +386,7 @@ class TemplateReader(Blocks):
         self._edge.held, self._edge.field = "", None
         self._is_dropped = self.num_calls > 0 and not self._is_parallel
         if not self._is_dropped:
-            call = CallBlock(self._new_call_id(), name)
+            call = CallBlock(self._new_call_id(name, self.num_calls), name)
             self.blocks.append(call)
             self._grown.append(BlockDelta(len(self.blocks) - 1, call, "", is_new=True))
 

@@ -17,7 +17,9 @@ Answer <tool_call>{"name": <name>, "arguments": <arguments>}</tool_call>
 </think>
 
 {% endif %}{{ message.content or '' }}{% for call in message.tool_calls or [] %}
-<tool_call>{{ call.function.name }} {{ call.function.arguments | tojson }}</tool_call>{% endfor %}<|im_end|>
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {% endif %}"""
 """As Qwen 3 has it, in few words: the embedded model has a short context."""
@@ -32,7 +34,7 @@ CALLING_TWICE = f"{CALLING}\n{CALL.replace('Rome', 'Paris').replace('2', '1')}"
 SECOND_REASONING = "Sunny, then."
 ANSWERING = f"<think>\n{SECOND_REASONING}\n</think>\n\n{ANSWER}"
 
-CALLED = '<tool_call>get_weather {"city": "Rome", "days": 2}</tool_call>'
+CALLED = CALL
 CALLED_TWICE = f"{CALLED}{CALLED.replace('Rome', 'Paris').replace('2', '1')}"
 RETURNED = "<|im_end|>\n<|im_start|>tool\nsunny in Rome for 2 days<|im_end|>\n"
 RETURNED_TWICE = f"{RETURNED}<|im_start|>tool\nsunny in Paris for 1 days<|im_end|>\n"

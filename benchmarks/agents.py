@@ -68,9 +68,10 @@ class Agent:
 
     Args:
         number: its random texts differ from those of others.
+        prompt: tokens of its system prompt and tools, about.
     """
 
-    def __init__(self, url: str, number: int) -> None:
+    def __init__(self, url: str, number: int, prompt: int = PROMPT) -> None:
         self._url, self._rng = url, random.Random(number)
         names = [f"tool_{text(self._rng, 8).replace(' ', '_')}" for _ in range(20)]
         self._tools = [
@@ -84,20 +85,21 @@ class Agent:
             }
             for name in names
         ]
-        rest = PROMPT - len(json.dumps(self._tools))
+        self._tools = self._tools[: prompt // 1000]
+        rest = max(1, prompt - len(json.dumps(self._tools)))
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": text(self._rng, rest)}]
 
     def turn(self) -> Turn:
         """Send the history with new text, and add the answer to it."""
         self._messages.append({"role": "user", "content": text(self._rng, ADDED)})
-        body = {"messages": self._messages, "tools": self._tools, "max_tokens": ANSWER, "temperature": 0}
+        body = {"messages": self._messages, "tools": self._tools or None, "max_tokens": ANSWER, "temperature": 0}
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(
             f"{self._url}/v1/chat/completions",
             json.dumps({**body, **stream}).encode(),
             {"Content-Type": "application/json"},
         )
-        start, first, said = time.perf_counter(), None, ""
+        start, first = time.perf_counter(), None
         usage: dict[str, Any] = {}
         with urllib.request.urlopen(request) as answer:
             for line in answer:
@@ -106,11 +108,10 @@ class Agent:
                 event = json.loads(line[6:])
                 usage = event.get("usage") or usage
                 for choice in event["choices"]:
-                    if piece := choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
+                    if choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
                         first = first or time.perf_counter()
-                        said += piece
         end = time.perf_counter()
-        self._messages.append({"role": "assistant", "content": said})
+        self._messages.append({"role": "assistant", "content": text(self._rng, ANSWER)})  # a random model's has no sense
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Turn((first or end) - start, end - start, usage["prompt_tokens"], cached)
 
@@ -154,7 +155,7 @@ def turns(arguments: argparse.Namespace) -> None:
     print("| server | " + " | ".join(f"turn {n + 1}" for n in range(NUM_TURNS)) + " | sum | turns 2 to 10 / turn 1 |")
     for server in servers:
         with running(server) as url:
-            Agent(url, 99).turn()  # warm-up
+            Agent(url, 99, prompt=200).turn()  # warm-up
             agent = Agent(url, 0)
             taken = [agent.turn() for _ in range(NUM_TURNS)]
             firsts = [each.first_token for each in taken]

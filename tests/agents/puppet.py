@@ -1,6 +1,6 @@
 """A model that writes what a script says, token by token through the real engine, with a context for real agents."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,22 +32,24 @@ class Puppet(AsyncLLM):
 
     Attributes:
         mark: what the prompts of scripted requests contain.
-        script: the remaining texts.
+        script: the remaining texts; or what makes one of the prompt.
         answered: the scripted requests so far.
     """
 
     mark: str = "# Tools"
-    script: list[str]
+    script: list[str | Callable[[str], str]]
     answered: list[Answered]
 
-    def play(self, script: list[str], mark: str = "# Tools") -> None:
+    def play(self, script: Sequence[str], mark: str = "# Tools") -> None:
         """Follow a script from now on."""
-        self.script, self.answered, self.mark = script, [], mark
+        self.script, self.answered, self.mark = [*script], [], mark
 
     async def stream(self, prompt: Any, params: Any = None, request_id: Any = None, **options: Any) -> Any:  # type: ignore[override]
         assert self.tokenizer is not None
-        is_scripted = self.mark in self.tokenizer.decode(prompt, skip_special_tokens=False) and bool(self.script)
+        asked = self.tokenizer.decode(prompt, skip_special_tokens=False)
+        is_scripted = self.mark in asked and bool(self.script)
         text = self.script.pop(0) if is_scripted else TO_OTHERS
+        text = text if isinstance(text, str) else text(asked)
         only = StructuredOutput(choice=[text])
         params = replace(params, structured_output=only, max_tokens=4000, min_tokens=0, stop=(), temperature=0.0)
         async for delta in super().stream(prompt, params, request_id, **options):

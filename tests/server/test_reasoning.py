@@ -11,6 +11,7 @@ from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
 from inflight import AsyncLLM
 from inflight.demo_model import DEMO_MODEL
+from inflight.server.chat_format import chat_template
 from tests.server.chat_format.scripted import CALL, ROME, TOOLS, Weather, cut_by_chance, prompt_of, say, scripted_server
 from tests.server.chat_format.test_messages_tools import TOOLS as ANTHROPIC_TOOLS
 from tests.server.serving import HELLO, RunningServer
@@ -415,11 +416,32 @@ def test_a_required_call_may_follow_reasoning(generating: RunningServer) -> None
         assert json.loads(call["function"]["arguments"])
 
 
-def test_a_limit_of_reasoning_whose_end_is_no_token_is_refused(server: RunningServer) -> None:
-    body = {"messages": HELLO, "thinking_token_budget": 5}
-    response = server.http.post("/v1/chat/completions", json=body)
-    assert response.status_code == 400
-    assert "'</think>' does not begin with a single token" in response.json()["error"]["message"]
+@pytest.mark.parametrize(
+    ("path", "fields", "name"),
+    [
+        ("/v1/chat/completions", {"thinking_token_budget": 5}, "thinking_token_budget"),
+        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
+        ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
+    ],
+)
+def test_a_limit_of_reasoning_whose_end_is_no_token_is_ignored_and_named(
+    server: RunningServer, path: str, fields: dict[str, Any], name: str
+) -> None:
+    response = server.http.post(path, json={"messages": HELLO, "max_tokens": 5, **fields})
+    assert response.status_code == 200
+    assert response.headers["x-inflight-ignored-fields"] == name
+
+
+@pytest.mark.parametrize("effort", ["low", "high"])
+def test_an_effort_without_a_variable_of_the_template_limits_reasoning(
+    generating: RunningServer, effort: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(chat_template.EFFORT_TOKENS, "low", 7)
+    assert generating.llm.tokenizer is not None
+    end = generating.llm.tokenizer.inner.convert_tokens_to_ids("</think>")
+    asked = {"chat_template": OPEN, "max_tokens": 40, "temperature": 0, "return_token_ids": True}
+    (choice,) = chat(generating, reasoning_effort=effort, **asked)["choices"]
+    assert (choice["token_ids"].index(end) == 7) == (effort == "low")
 
 
 @pytest.mark.parametrize("tools", [[], TOOLS])

@@ -11,7 +11,7 @@ from typing import Any
 
 from inflight.contracts.api.structured_output import Reasoning, StructuredOutput
 from inflight.grammar.json_schema import checked_schema
-from inflight.grammar.marks import opaque_tokens
+from inflight.grammar.marks import opaque_tokens, pieces_of
 from inflight.server.chat_format.answer_template import (
     PLAIN_TEXT,
     AnswerTemplate,
@@ -25,6 +25,7 @@ from inflight.server.chat_format.families import CALL_FORMATS, PLAIN, CallFormat
 from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.chat_format.tools import Tool, ToolFields
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 
@@ -89,7 +90,7 @@ def answer_form(
         return None
     return AnswerForm(
         make_reader,
-        _after_reasoning(form, reading, prompt, reasoning_options, mark),
+        _after_reasoning(form, reading, prompt, _budget(reasoning_options, written, reading, prompt, tokenizer), mark),
         bool(reading.special_token_ids(tokenizer)),
         reading.leading_reasoning(prompt),
     )
@@ -121,21 +122,37 @@ def _with_calls(
     return reading, form, is_guaranteed
 
 
+def _budget(
+    options: ReasoningOptions, chat_template: str, template: AnswerTemplate, prompt: str, tokenizer: Tokenizer
+) -> int | None:
+    """Return the most reasoning tokens. Without a token that ends reasoning there is no limit, which is reported; in
+    strict mode a limit that the request names is refused when it is compiled."""
+    most = options.most_tokens(chat_template)
+    if most is None or (reasoning := template.leading_reasoning(prompt)) is None:
+        return most
+    has_end = isinstance(pieces_of(reasoning.end, opaque_tokens(tokenizer))[0], int)
+    if has_end or (options.max_tokens is not None and READING.get().is_strict):
+        return most
+    READING.get().ignore(options.param)
+    return None
+
+
 def _after_reasoning(
     form: StructuredOutput | None,
     template: AnswerTemplate,
     prompt: str,
-    reasoning_options: ReasoningOptions,
+    max_tokens: int | None,
     mark: str = "",
 ) -> StructuredOutput | None:
     """Return a form that the model keeps to after its reasoning; None: free text, and reasoning of any length.
 
     Args:
+        max_tokens: how many tokens reasoning may have.
         mark: what must stand before the text of this form.
     """
-    if form is None and reasoning_options.max_tokens is None:
+    if form is None and max_tokens is None:
         return None
-    reasoning = template.leading_reasoning(prompt, reasoning_options.max_tokens)
+    reasoning = template.leading_reasoning(prompt, max_tokens)
     if reasoning is not None and mark:
         reasoning = replace(reasoning, end=reasoning.end + mark, otherwise=mark)
     if form is not None:

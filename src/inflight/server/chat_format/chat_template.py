@@ -28,6 +28,9 @@ _SWITCHES = (
 )
 """The variables of chat templates that turn reasoning on or off: Qwen's and GLM's, and DeepSeek's."""
 
+EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096}
+"""The most reasoning tokens of an effort, where the chat template has no such variable; higher efforts have no limit."""
+
 _EFFORT = re.compile(r"\breasoning_effort\b")
 _NO_EFFORT = re.compile(r"\breasoning_effort\b[^%}]{0,200}[\"']none[\"']")
 
@@ -39,7 +42,7 @@ class ReasoningOptions:
     Attributes:
         is_enabled: whether the model reasons; None: the chat template's default.
         effort: the effort in the model's terms, such as "low"; None: the chat template's default.
-        max_tokens: the maximum number of reasoning tokens, if the markers are known; None: no limit.
+        max_tokens: the maximum number of reasoning tokens, if the markers are known; None: as many as the effort allows.
         param: the request's field, for error messages.
     """
 
@@ -47,6 +50,12 @@ class ReasoningOptions:
     effort: str | None = None
     max_tokens: int | None = None
     param: str = "reasoning_effort"
+
+    def most_tokens(self, chat_template: str) -> int | None:
+        """The maximum number of reasoning tokens; None: no limit."""
+        if self.max_tokens is not None or self.effort is None or _EFFORT.search(chat_template):
+            return self.max_tokens
+        return EFFORT_TOKENS.get(self.effort)
 
     def variables(self, chat_template: str) -> Mapping[str, Any]:
         """Return the chat template's variables for these options, as far as it has any."""
@@ -71,6 +80,7 @@ def reasoning_options_from(effort: str | None, param: str, budget: int | None) -
         return ReasoningOptions(is_enabled=False, param="thinking_token_budget")
     if effort is None and budget is None:
         return DEFAULT_REASONING
+    param = param if budget is None else "thinking_token_budget"
     return ReasoningOptions(None if effort is None else effort != "none", effort, budget, param)
 
 

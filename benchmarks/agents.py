@@ -111,16 +111,18 @@ class Agent:
                     if choice["delta"].get("content") or choice["delta"].get("reasoning_content"):
                         first = first or time.perf_counter()
         end = time.perf_counter()
-        self._messages.append({"role": "assistant", "content": text(self._rng, ANSWER)})  # a random model's has no sense
+        self._messages.append(
+            {"role": "assistant", "content": text(self._rng, ANSWER)}
+        )  # a random model's has no sense
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Turn((first or end) - start, end - start, usage["prompt_tokens"], cached)
 
-    def work(self) -> float:
+    def work(self, scale: float) -> float:
         """Run all turns with pauses between them; return the seconds from the first to the end of the last."""
         start = time.perf_counter()
         for number in range(NUM_TURNS):
             if number:
-                time.sleep(self._rng.uniform(*PAUSES))
+                time.sleep(self._rng.uniform(*PAUSES) / scale)
             self.turn()
         return time.perf_counter() - start
 
@@ -169,12 +171,13 @@ def turns(arguments: argparse.Namespace) -> None:
 
 def pauses(arguments: argparse.Namespace) -> None:
     """Measure several agents at once, with retention and by recency alone."""
-    num_blocks = 2 * (PROMPT + NUM_TURNS * (ADDED + ANSWER + 40)) // 16
+    prompt = int(PROMPT / arguments.scale)
+    num_blocks = 2 * (prompt + NUM_TURNS * (ADDED + ANSWER + 70)) // 16
     for seconds in (KEPT, 0.0):
         server = ours(arguments, "--num-blocks", str(num_blocks), "--prefix-retention", str(seconds))
         with running(server) as url, ThreadPoolExecutor(NUM_AGENTS) as pool:
-            agents = [Agent(url, number) for number in range(NUM_AGENTS)]
-            jobs = list(pool.map(Agent.work, agents))
+            agents = [Agent(url, number, prompt) for number in range(NUM_AGENTS)]
+            jobs = list(pool.map(lambda agent: agent.work(arguments.scale), agents))
             print(f"{server.name}: mean {mean(jobs):.0f} s, each {', '.join(f'{job:.0f}' for job in jobs)}", flush=True)
 
 
@@ -217,6 +220,7 @@ def main() -> None:
     parser.add_argument("what", choices=("turns", "pauses", "simulate"))
     parser.add_argument("--model", help="a folder, whose chat template takes tools")
     parser.add_argument("--quantization")
+    parser.add_argument("--scale", type=float, default=1.0, help="of `pauses`: prompts and pauses are so much shorter")
     parser.add_argument("--llamacpp", nargs=2, metavar=("BINARY", "FILE"), help="llama-server, and the model as GGUF")
     arguments = parser.parse_args()
     {"turns": turns, "pauses": pauses, "simulate": simulate}[arguments.what](arguments)

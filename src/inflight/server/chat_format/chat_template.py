@@ -29,7 +29,7 @@ _SWITCHES = (
 """The variables of chat templates that turn reasoning on or off: Qwen's and GLM's, and DeepSeek's."""
 
 EFFORT_TOKENS = {"minimal": 256, "low": 1024, "medium": 4096}
-"""The most reasoning tokens of an effort, where the chat template has no such variable; higher efforts have no limit."""
+"""The most reasoning tokens of an effort where the chat template has no such variable; others have no limit."""
 
 _EFFORT = re.compile(r"\breasoning_effort\b")
 _NO_EFFORT = re.compile(r"\breasoning_effort\b[^%}]{0,200}[\"']none[\"']")
@@ -42,7 +42,7 @@ class ReasoningOptions:
     Attributes:
         is_enabled: whether the model reasons; None: the chat template's default.
         effort: the effort in the model's terms, such as "low"; None: the chat template's default.
-        max_tokens: the maximum number of reasoning tokens, if the markers are known; None: as many as the effort allows.
+        max_tokens: the maximum number of reasoning tokens, if the markers are known; None: see `most_tokens`.
         param: the request's field, for error messages.
     """
 

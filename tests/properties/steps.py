@@ -16,7 +16,7 @@ def check_admissions(world: "World", preempted: list[Expected], admitted: list[E
     survivors = [each for each in world.running() if each not in admitted]
     if preempted and survivors:
         assert max(map(order, survivors)) < min(map(order, preempted)), "the worst goes first"
-    is_held_back = world.scheduler.idle_seconds > 0  # then others may pass
+    is_held_back = world.scheduler._is_held_back  # then others may pass
     if preempted and admitted and not is_held_back:
         order_counts = world.sizes.aging_steps is not None or all(each.is_background for each in preempted)
         assert order_counts, "blocks given back belong to those who asked for them"
@@ -114,7 +114,7 @@ def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_pr
         if best.is_background != in_background or (beside and not in_background):
             return  # blocks that those beside let go came too late
         no_slot = len(world.running()) == world.sizes.num_slots
-        is_held_back = world.scheduler.idle_seconds > 0
+        is_held_back = world.scheduler._is_held_back
         assert (
             no_slot or is_held_back or world.sizes.layout.max_num_blocks(len(best.token_ids)) > world.pool.num_available
         )

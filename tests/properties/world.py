@@ -129,7 +129,7 @@ class World:
             each.num_computed_before = each.num_computed
         self.now += 1
         plan = self.scheduler.plan()
-        self.reached["steps in which blocks were kept from others"] += self.scheduler.idle_seconds > 0
+        self.reached["steps in which blocks were kept from others"] += self.scheduler._is_held_back
         preempted, admitted, readmitted = self.follow_admissions()
         check_admissions(self, preempted, admitted)
         self.reached["evictions"] += len(known - self.known_nodes())

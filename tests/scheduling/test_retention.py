@@ -106,6 +106,16 @@ def test_a_request_for_which_there_is_room_passes() -> None:
     assert step(world.scheduler) == [(2, 0, 3)]
 
 
+def test_an_engine_does_not_rest_while_a_sequence_runs() -> None:
+    world = World()
+    world.run(SESSION)
+    submit(world.scheduler, "runs", OTHER[:2], max_output=3)
+    step(world.scheduler)
+    submit(world.scheduler, "waits", LONG, max_output=1)
+    assert step(world.scheduler) == [(1, 2, 3)]
+    assert world.scheduler.idle_seconds == 0
+
+
 def test_a_request_of_better_priority_takes_kept_blocks() -> None:
     world = World()
     world.run(SESSION, priority=1)

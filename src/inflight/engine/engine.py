@@ -53,6 +53,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+LONGEST_REST = 0.5
+"""Seconds between steps while requests wait for kept blocks: deadlines are looked at in between."""
+
 LONGEST_WAIT = 0.05
 """Seconds that a step with nothing to compute waits for blocks being loaded."""
 
@@ -119,8 +122,8 @@ class Engine:
 
     @property
     def idle_seconds(self) -> float | None:
-        """For how long no step has anything to do, unless requests come; None: for ever."""
-        return self.scheduler.idle_seconds if self.has_unfinished_requests else None
+        """For how long no step is needed, unless requests come; None: for ever."""
+        return min(self.scheduler.idle_seconds, LONGEST_REST) if self.has_unfinished_requests else None
 
     @property
     def observer(self) -> Callable[[StepRecord], None] | None:

@@ -195,7 +195,8 @@ class Scheduler:
     @property
     def idle_seconds(self) -> float:
         """For how long no sequence can run, because all wait for kept blocks; 0: one can."""
-        return self.retention.seconds_left if self._is_held_back and self.retention is not None else 0.0
+        is_idle = self._is_held_back and not self.sequences.running and not self.persistence.is_waiting
+        return self.retention.seconds_left if is_idle and self.retention is not None else 0.0
 
     @property
     def num_waiting(self) -> int:

@@ -18,7 +18,7 @@ share the pool.
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias
 
 from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
@@ -47,6 +47,8 @@ class BlockPool:
         self._cached: OrderedDict[int, None] = OrderedDict()  # the least recently used first
         self._kept: OrderedDict[int, None] = OrderedDict()  # cached, too
         self._num_keepers = [0] * num_blocks
+        self.give_up_kept: Callable[[], None] = lambda: None
+        """Called when only kept blocks are left, to choose those that are kept no longer."""
         self._prefix_cache = PrefixCache(len(layout.groups))
 
     @property
@@ -226,6 +228,8 @@ class BlockPool:
             block = self._num_touched
             self._num_touched += 1
         else:
+            if not self._cached:
+                self.give_up_kept()
             block, _ = (self._cached or self._kept).popitem(last=False)
             self._prefix_cache.forget(block)
             self._num_keepers[block] = 0

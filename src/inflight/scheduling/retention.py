@@ -10,7 +10,8 @@ is the time to compute its tokens again, and to wait for blocks as other request
 all sessions while it has few.
 
 Kept blocks are bounded in number and in time, are used last but before a sequence is preempted, and are never kept from
-a request of better priority. Owns no block. Pure but for the clock that it is given.
+a request of better priority. When they are needed, the session that began last loses all of its own: if each lost some,
+all would compute everything again. Owns no block. Pure but for the clock that it is given.
 """
 
 from collections import OrderedDict, deque
@@ -66,6 +67,7 @@ class Session:
     """A chain of requests.
 
     Attributes:
+        number: sessions that began later have higher ones.
         key: the block hash of its last request's prompt.
         ended: when that request did.
         priority: of that request.
@@ -74,6 +76,7 @@ class Session:
         blocks: the kept blocks, and how often each had been taken.
     """
 
+    number: int
     key: bytes = b""
     ended: float = 0.0
     priority: int = 0
@@ -100,6 +103,8 @@ class Retention:
         self._pauses: deque[float] = deque(maxlen=2 * MAX_PAUSES)  # of all sessions
         self._wait = 0.0  # seconds that requests waited for their start lately
         self._seconds_per_token: float | None = None
+        self._num_sessions = 0
+        block_pool.give_up_kept = self._give_up
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
         """A step of mostly prefill took this time."""
@@ -137,7 +142,7 @@ class Retention:
         if sequence.index > 0 or request.text is not None:
             return
         self._arrived.pop(request.request_id, None)
-        session = self._returned.pop(request.request_id, None) or Session()
+        session = self._returned.pop(request.request_id, None) or self._new_session()
         if sequence.finish_reason in ("abort", "error"):
             if session.key:  # the client may try again
                 session.pauses.pop()
@@ -188,6 +193,15 @@ class Retention:
             if self._pool.num_times_taken(block) == number:
                 self._pool.unkeep(block)
         session.blocks = {}
+
+    def _new_session(self) -> Session:
+        self._num_sessions += 1
+        return Session(self._num_sessions)
+
+    def _give_up(self) -> None:
+        """Release the session that began last: others lose nothing, and can end."""
+        if self._keeping:
+            self._release(max(self._keeping, key=lambda session: session.number))
 
     def _forget_first(self) -> None:
         _, session = self._sessions.popitem(last=False)

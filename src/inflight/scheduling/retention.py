@@ -6,12 +6,12 @@ other long prompts would evict them. Here they are kept for a while, in which re
 
 How long follows from what the session would lose and from how long it was away before. Keeping blocks for `t` seconds
 saves `gain` seconds if the session returns by then, and costs others up to `t` (Continuum, arXiv 2511.02230). The gain
-is the time to compute its tokens again, and to wait for blocks as other requests do. Its own pauses count, or those of
-all sessions while it has few.
+is the time to compute its tokens again, and to wait for blocks as other requests do. Its own pauses count; while it has
+few, those of all sessions; and while they are few, blocks are kept for as long as the gain.
 
 Kept blocks are bounded in number and in time, are used last but before a sequence is preempted, and are never kept from
-a request of better priority. When they are needed, the session that began last loses all of its own: if each lost some,
-all would compute everything again. Owns no block. Pure but for the clock that it is given.
+a request of better priority. Sessions that began earlier go first: the last one loses its blocks when some are needed,
+so that the others can end. Owns no block. Pure but for the clock that it is given.
 """
 
 from collections import OrderedDict, deque
@@ -30,6 +30,15 @@ LARGEST_SHARE = 0.9
 
 LEAST_SECONDS = 0.2
 """Sessions whose tokens take less time to compute are not followed."""
+
+LEAST_LEFT = 0.75
+"""A session of which less is left is served like a new one, lest sessions take each other's blocks in turn."""
+
+PATIENCE = 8.0
+"""A request waits for kept blocks at most so many times as long as computing it takes, if that is longer."""
+
+GIVEN_UP_TOGETHER = 64
+"""Blocks that are kept no longer when one is needed."""
 
 MAX_SESSIONS = 256
 MAX_PAUSES = 32
@@ -90,7 +99,8 @@ class Retention:
 
     Args:
         block_pool: the cache's blocks.
-        most_seconds: the longest time for which blocks are kept, and for which a request waits for kept ones.
+        most_seconds: the longest time for which blocks are kept, and for which a request that takes little time to
+            compute waits for kept ones.
         clock: the time in seconds.
     """
 
@@ -162,7 +172,7 @@ class Retention:
         gain, known = seconds + self._expected_wait, session.pauses
         if len(known) < ENOUGH_PAUSES:
             known = self._pauses
-        longest = SLACK * seconds_to_keep(known, gain) if known else gain
+        longest = SLACK * seconds_to_keep(known, gain) if len(known) >= ENOUGH_PAUSES else gain
         self._keep(session, sequence, min(longest, self._most_seconds))
 
     @property
@@ -182,26 +192,28 @@ class Retention:
         session.kept_until = session.ended + seconds
         for block in session.blocks:
             self._pool.keep(block)
-        self._keeping.append(session)
+        if session.blocks:
+            self._keeping.append(session)
 
-    def _release(self, session: Session) -> None:
-        """Keep a session's blocks no longer: the last ones are evicted first."""
+    def _release(self, session: Session, most: int | None = None) -> None:
+        """Keep a session's blocks no longer, or only the last ones of them: the last are evicted first."""
         if session not in self._keeping:
             return
-        self._keeping.remove(session)
-        for block, number in reversed(session.blocks.items()):
+        for _ in range(len(session.blocks) if most is None else min(most, len(session.blocks))):
+            block, number = session.blocks.popitem()
             if self._pool.num_times_taken(block) == number:
                 self._pool.unkeep(block)
-        session.blocks = {}
+        if not session.blocks:
+            self._keeping.remove(session)
 
     def _new_session(self) -> Session:
         self._num_sessions += 1
         return Session(self._num_sessions)
 
     def _give_up(self) -> None:
-        """Release the session that began last: others lose nothing, and can end."""
+        """Release the last blocks of the session that began last: others lose nothing, and can end."""
         if self._keeping:
-            self._release(max(self._keeping, key=lambda session: session.number))
+            self._release(max(self._keeping, key=lambda session: session.number), GIVEN_UP_TOGETHER)
 
     def _forget_first(self) -> None:
         _, session = self._sessions.popitem(last=False)
@@ -213,7 +225,8 @@ class Retention:
     def expire(self) -> None:
         """Forget what has been kept for its time."""
         now = self._clock()
-        for session in [each for each in self._keeping if each.kept_until <= now]:
+        returned = list(self._returned.values())
+        for session in [each for each in self._keeping if each.kept_until <= now and each not in returned]:
             self._release(session)
         while self._sessions and next(iter(self._sessions.values())).ended + self._most_seconds <= now:
             self._forget_first()
@@ -225,18 +238,34 @@ class Retention:
         return (
             not self._keeping
             or arrived is None
-            or self._clock() - arrived >= self._most_seconds
-            or self.has_returned(sequence)
+            or self._clock() - arrived >= self._patience(sequence)
+            or self._is_first(sequence)
             or all(sequence.request.priority < session.priority for session in self._keeping)
         )
 
+    def _patience(self, sequence: Sequence) -> float:
+        """For how long a request waits for kept blocks."""
+        seconds = len(sequence.token_ids) * (self._seconds_per_token or 0.0)
+        return max(self._most_seconds, PATIENCE * seconds)
+
+    def _is_first(self, sequence: Sequence) -> bool:
+        """Whether a sequence continues a session that began before one whose blocks are kept, or that has kept most of
+        its own."""
+        session = self._returned.get(sequence.request.request_id)
+        if session is None:
+            return False
+        num_blocks = len(self._pool.layout.groups) * len(sequence.token_ids) // self._pool.block_size
+        others = [each.number for each in self._keeping if each is not session]
+        has_most = session in self._keeping and len(session.blocks) >= LEAST_LEFT * num_blocks
+        return has_most or not others or session.number < max(others)
+
     def has_returned(self, sequence: Sequence) -> bool:
-        """Whether a sequence continues a session whose blocks are kept."""
-        return self._returned.get(sequence.request.request_id) in self._keeping
+        """Whether a sequence continues a session."""
+        return sequence.request.request_id in self._returned
 
     @property
     def seconds_left(self) -> float:
         """The time after which a request that waits for kept blocks may start, if nothing else happens."""
         now, ends = self._clock(), [session.kept_until for session in self._keeping]
-        ends += [arrived + self._most_seconds for arrived in self._arrived.values()]
-        return min((end - now for end in ends if end > now), default=0.0)
+        ends += [arrived + self._most_seconds for arrived in self._arrived.values()]  # or later: then it is asked again
+        return min((end - now for end in ends if end > now), default=1.0)

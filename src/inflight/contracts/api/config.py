@@ -132,7 +132,8 @@ class PrefixCacheConfig:
             their eviction; several engines may share it. None: they are kept in memory only.
         size: the bytes that all files in it may have.
         retention: the most seconds for which blocks of a session (requests whose prompts continue each other) are kept
-            for its next request, while others wait for them; 0: cached blocks are evicted by recency alone.
+            for its next request, while others wait for them (at most as long, or eight times as long as computing them
+            takes); 0: cached blocks are evicted by recency alone.
 
     Raises:
         ValueError: an option is unknown, out of range, or does not go with another.

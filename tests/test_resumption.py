@@ -10,6 +10,7 @@ from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.engine.engine import Engine
 from tests import others, zoo
+from tests.scheduling.helpers import TOKEN, make_scheduler, run_to_the_end, step, submit
 
 PROMPT = [(7 * n) % 60 + 2 for n in range(70)]
 NUM_TOKENS = 8
@@ -102,3 +103,14 @@ def test_a_failed_step_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> Non
     assert output.finish_reason == "error"
     monkeypatch.setattr(session.engine.runner, "run", run)
     session.run("again", [*PROMPT, *tokens, 4])
+
+
+def test_what_continues_an_ended_sequence_preempts_none() -> None:
+    scheduler = make_scheduler(max_num_seqs=2, aging_steps=1000, sharing="slots", enable_prefix_caching=True)
+    submit(scheduler, "a", [1, 2, 3], max_output=1)
+    run_to_the_end(scheduler)
+    submit(scheduler, "low", [4, 5], max_output=9, priority=5)
+    step(scheduler)
+    submit(scheduler, "a again", [1, 2, 3, TOKEN, 8], max_output=1, priority=0)
+    assert (2, 3, 5) in step(scheduler)
+    assert scheduler.count.preemptions == 0

@@ -1,7 +1,7 @@
 """`Retention`: keeps the cached blocks of sessions that will probably return soon.
 
 A *session* is a chain of requests whose prompts each continue the one before: an agent that sends its history again
-with the results of its tools. While a tool runs, nothing refers to the session's blocks, and by recency alone a few
+with the results of its tools. It is one from its second request on: most requests come only once. While a tool runs, nothing refers to the session's blocks, and by recency alone a few
 other long prompts would evict them. Here they are kept for a while, in which requests that would need them wait.
 
 How long follows from what the session would lose and from how long it was away before. Keeping blocks for `t` seconds
@@ -149,26 +149,30 @@ class Retention:
     def ended(self, sequence: Sequence) -> None:
         """A sequence has ended, and still has its blocks. Keep them, if that pays."""
         request = sequence.request
-        if sequence.index > 0 or request.text is not None:
+        if sequence.index > 0:
             return
         self._arrived.pop(request.request_id, None)
         session = self._returned.pop(request.request_id, None) or self._new_session()
         if sequence.finish_reason in ("abort", "error"):
             if session.key:  # the client may try again
                 session.pauses.pop()
+                session.ended = self._clock()
                 self._sessions[session.key] = session
             return
         seconds = len(sequence.token_ids) * (self._seconds_per_token or 0.0)
         number, node = sequence.num_known_blocks, sequence.parent
         while number > sequence.num_prompt_tokens // self._pool.block_size and isinstance(node, PrefixNode):
             number, node = number - 1, node.key[0]
-        if seconds < LEAST_SECONDS or not isinstance(node, PrefixNode):
+        if seconds < LEAST_SECONDS or not isinstance(node, PrefixNode) or request.text is not None:
             return
         session.key, session.ended, session.priority = hash_of(node), self._clock(), request.priority
+        if (same := self._sessions.pop(session.key, None)) is not None:
+            self._release(same)
         self._sessions[session.key] = session
-        self._sessions.move_to_end(session.key)
         if len(self._sessions) > MAX_SESSIONS:
             self._forget_first()
+        if not session.pauses:
+            return  # most requests come only once: others must not wait for them
         gain, known = seconds + self._expected_wait, session.pauses
         if len(known) < ENOUGH_PAUSES:
             known = self._pauses

@@ -373,6 +373,8 @@ class Scheduler:
         takes_kept = self.retention is None or self.retention.may_take(best)
         num_missing, shared = self.reuse.num_missing_blocks(best, self._siblings(best), takes_kept=takes_kept)
         num_slots, num_victims, held = self.sequences.slots.num_free, 0, Counter[int]()
+        if self._resumption is not None and (ended := self._resumption.find(best)) is not None:
+            num_slots, num_missing = num_slots + 1, num_missing - ended.num_blocks
         while num_slots < 1 or num_missing > 0:
             if num_victims == len(running):
                 return

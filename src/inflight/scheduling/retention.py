@@ -1,8 +1,9 @@
 """`Retention`: keeps the cached blocks of sessions that will probably return soon.
 
 A *session* is a chain of requests whose prompts each continue the one before: an agent that sends its history again
-with the results of its tools. It is one from its second request on: most requests come only once. While a tool runs, nothing refers to the session's blocks, and by recency alone a few
-other long prompts would evict them. Here they are kept for a while, in which requests that would need them wait.
+with the results of its tools. While a tool runs, nothing refers to the session's blocks, and by recency alone a few
+other long prompts would evict them. From a session's second request on they are kept for a while, in which requests
+that would need them wait. (Most requests come only once: others must not wait for them.)
 
 How long follows from what the session would lose and from how long it was away before. Keeping blocks for `t` seconds
 saves `gain` seconds if the session returns by then, and costs others up to `t` (Continuum, arXiv 2511.02230). The gain
@@ -172,7 +173,7 @@ class Retention:
         if len(self._sessions) > MAX_SESSIONS:
             self._forget_first()
         if not session.pauses:
-            return  # most requests come only once: others must not wait for them
+            return
         gain, known = seconds + self._expected_wait, session.pauses
         if len(known) < ENOUGH_PAUSES:
             known = self._pauses

@@ -482,3 +482,27 @@ def test_an_error_in_the_middle_is_the_last_event(monkeypatch: pytest.MonkeyPatc
                 server.client.responses.create(model="inflight-demo", input="a", stream=is_stream)
         steps.error = None
         server.check_idle()
+
+
+def test_what_cannot_be_stored_replaces_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "responses.db"
+    store = ResponseStore(str(path), max_bytes=5000)
+    store.put("conv_a", StoredResponse(b"{}", ({"id": "1"},)))
+    store.extend("conv_a", [{"id": "x" * 5000}])
+    known = store.get("conv_a")
+    assert known is not None
+    assert known.chat == ({"id": "1"},)
+    assert path.stat().st_mode & 0o077 == 0
+    with pytest.raises(ValueError, match="cannot be used: database is locked"):
+        ResponseStore(str(path))
+    store.close()
+    again = ResponseStore(str(path))
+    assert again.get("conv_a") == known
+    again.close()
+
+
+def test_a_compaction_without_a_summary_is_an_error() -> None:
+    with scripted_server(TEMPLATE) as server:
+        say(server, " ")
+        answer = server.http.post("/v1/responses/compact", json={"input": "1"})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (500, "compaction_failed")

@@ -264,6 +264,7 @@ def listen_at(path: str) -> socket.socket:
     try:
         if Path(path).is_socket():
             with socket.socket(socket.AF_UNIX) as client:
+                client.settimeout(1.0)  # a busy server may not accept
                 if client.connect_ex(path) == errno.ECONNREFUSED:
                     Path(path).unlink()
         listener.bind(path)

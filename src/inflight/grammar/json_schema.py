@@ -166,7 +166,7 @@ _WITHOUT_LOOK_AROUND = {
 }
 """Patterns that frameworks write, and those for the same texts without look-around."""
 
-_FIRST_LOOK = re.compile(r"\^\(\?=((?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)")
+_FIRST_LOOK = re.compile(r"\^\(\?=((?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)(?![*+?{])")
 """A look-ahead at the beginning of a pattern, without groups."""
 
 _UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"

@@ -161,13 +161,15 @@ def _run(
     )
     on_signals = {"SIGHUP": surroundings.reload, "SIGUSR1": model_reload.begin}
     paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
+    bound = {path: path.stat().st_ino for path in paths}
     server = DrainingServer(config, surroundings.drain, on_signals)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
             runner.run(_serve(server, surroundings.drain, listeners, start))
         finally:
-            for path in paths:
-                path.unlink(missing_ok=True)
+            for path, number in bound.items():
+                if path.exists() and path.stat().st_ino == number:  # else another server has it by now
+                    path.unlink()
             runner.run(surroundings.close())
 
 

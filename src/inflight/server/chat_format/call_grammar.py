@@ -181,7 +181,7 @@ def target(reference: str, root: Mapping[str, Any]) -> Any:
     for step in reference.removeprefix("#").split("/")[1:]:
         key = step.replace("~1", "/").replace("~0", "~")
         found = found.get(key) if isinstance(found, Mapping) else None
-    if found is None or not reference.startswith("#"):
+    if found is None or not (reference == "#" or reference.startswith("#/")):
         raise ValueError(f"the reference {reference!r} leads nowhere")
     return found
 

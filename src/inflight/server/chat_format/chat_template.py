@@ -5,9 +5,11 @@ fields.
 """
 
 import json
+import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import sha256
 from itertools import product
 from typing import Any, TypeAlias
@@ -18,6 +20,8 @@ from inflight.server.chat_format.answer_template import answer_template_of, chat
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
+
+logger = logging.getLogger("inflight.server")
 
 MAX_EFFORT = 64
 """Maximum characters of an effort."""
@@ -177,6 +181,12 @@ def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
     yield _as_text(kept), ["role", "tool_calls"]
 
 
+@lru_cache(maxsize=64)
+def _tell_of(refusal: str, changed: str) -> None:
+    """Log once that a template refused a history: it may be the template's fault."""
+    logger.warning("histories are rewritten (%s): %s", changed, refusal)
+
+
 def render_chat(
     chat: Mapping[str, Any], tokenizer: Tokenizer | None, param: str, options: ReasoningOptions = DEFAULT_REASONING
 ) -> str:
@@ -199,6 +209,8 @@ def render_chat(
             continue
         for name in changed:
             READING.get().ignore(name)
+        if refusal is not None:
+            _tell_of(str(refusal), ", ".join(changed))
         return text
     raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
 

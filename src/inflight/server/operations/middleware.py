@@ -120,7 +120,8 @@ class RootPath(Middleware):
         """See `Middleware`."""
         root, path = self._root_path, scope["path"]
         if path == root:  # the page's links are relative
-            await RedirectResponse(f"{root}/")(scope, receive, send)
+            query = scope["query_string"].decode("latin-1")
+            await RedirectResponse(f"{root}/{f'?{query}' if query else ''}")(scope, receive, send)
             return
         path = path if path.startswith(f"{root}/") else root + path
         await app({**scope, "root_path": root, "path": path}, receive, send)

@@ -14,6 +14,7 @@ from inflight.server.responses.request import (
     items_of,
     stored_items,
 )
+from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.json_route import to_json
 
 MAX_SUMMARY_TOKENS = 4096
@@ -44,6 +45,9 @@ class CompactAnswer(ResponseAnswer):
 
     def whole(self, output: RequestOutput) -> bytes:
         read, _ = read_whole(self, output)
+        if output.outputs[0].finish_reason == "length" or not read.text_of(TextBlock).strip():
+            message = f"the model wrote no whole summary in {MAX_SUMMARY_TOKENS} tokens; the conversation is as it was"
+            raise ApiError(500, message, code="compaction_failed")
         texts = [each["content"] for each in self.chat[:-1] if each["role"] == "user"]
         texts = [text for text in texts if not text.startswith(SUMMARY)]  # the new one has it
         summary = {

@@ -6,6 +6,7 @@ finds.
 
 import json
 import logging
+import os
 import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -56,35 +57,38 @@ class ResponseStore:
         self.running: dict[str, Any] = {}
         self._max_bytes = max_bytes
         try:
-            self._db = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-            self._db.executescript(
-                "PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
+            if path != IN_MEMORY:  # it has prompts and answers
+                os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+            self._db = sqlite3.connect(path, 1.0, isolation_level=None, check_same_thread=False)
+            self._db.executescript(  # no other process may use it: each knows how full it is
+                "PRAGMA locking_mode = EXCLUSIVE; PRAGMA journal_mode = WAL; PRAGMA synchronous = NORMAL;"
                 "CREATE TABLE IF NOT EXISTS entries "
                 "(used INTEGER PRIMARY KEY, id TEXT UNIQUE, answer BLOB, chat TEXT, num_bytes INTEGER)"
             )
             (self._num_bytes,) = self._db.execute("SELECT COALESCE(SUM(num_bytes), 0) FROM entries").fetchone()
-        except sqlite3.Error as error:
+        except (OSError, sqlite3.Error) as error:
             raise ValueError(f"the store of responses {path!r} cannot be used: {error}") from error
 
     def put(self, response_id: str, response: StoredResponse) -> None:
         """Store a response, or replace it, dropping others if necessary. One that is too large, or that the file cannot
-        take, is not kept."""
+        take, is not stored, and does not replace another."""
         try:
             self._put(response_id, response)
         except sqlite3.Error as error:  # the answer itself is sound
             logger.warning("%s could not be stored: %s", response_id, error)
 
     def _put(self, response_id: str, response: StoredResponse) -> None:
-        self.delete(response_id)
         chat = json.dumps(response.chat)
         num_bytes = len(response.answer) + len(chat) + _BYTES_EACH
         if num_bytes > self._max_bytes:
+            logger.warning("%s is not stored: it has %d bytes, more than all may have", response_id, num_bytes)
             return
+        known = self._db.execute("SELECT num_bytes FROM entries WHERE id = ?", (response_id,)).fetchone()
         self._db.execute(
-            "INSERT INTO entries (id, answer, chat, num_bytes) VALUES (?, ?, ?, ?)",
+            "INSERT OR REPLACE INTO entries (id, answer, chat, num_bytes) VALUES (?, ?, ?, ?)",
             (response_id, response.answer, chat, num_bytes),
         )
-        self._num_bytes += num_bytes
+        self._num_bytes += num_bytes - (known[0] if known else 0)
         oldest = "SELECT id FROM entries ORDER BY used LIMIT 1"
         while self._num_bytes > self._max_bytes and (dropped := self._db.execute(oldest).fetchone()):
             self.delete(*dropped)
@@ -92,7 +96,10 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, if it is still stored, and mark it as recently used."""
         used = "UPDATE entries SET used = (SELECT MAX(used) FROM entries) + 1 WHERE id = ?"
-        self._db.execute(used, (response_id,))
+        try:
+            self._db.execute(used, (response_id,))
+        except sqlite3.Error as error:
+            logger.warning("the use of %s could not be noted: %s", response_id, error)
         found = self._db.execute("SELECT answer, chat, num_bytes FROM entries WHERE id = ?", (response_id,)).fetchone()
         return None if found is None else StoredResponse(found[0], tuple(json.loads(found[1])), found[2])
 

@@ -63,6 +63,9 @@ def test_a_structured_output_survives_serialisation() -> None:
             r"'unevaluatedProperties' at #, which",
         ),
         ({"type": "object", "propertyNames": {"format": "date"}}, r"'propertyNames' at #, which cannot be enforced"),
+        ({"propertyNames": {"format": "uuid", "pattern": "^[a-z0-9-]+$"}}, r"'propertyNames' at #, which cannot"),
+        ({"propertyNames": {"format": "email", "pattern": "^a"}}, r"'propertyNames' at #, which cannot be enforced"),
+        ({"propertyNames": {"propertyNames": {"$ref": "#"}}}, r"'propertyNames' at #, which cannot be enforced"),
         ({"properties": {"a": {"$id": "a", "$dynamicRef": "#b"}}}, r"'\$dynamicRef' at #/properties/a, which cannot"),
         ({"propertyNames": {"enum": ["a"]}, "properties": {"b": {}}}, r"'propertyNames' at #"),
         ({"x-guidance": {"lenient": True}}, r"'x-guidance' at #"),
@@ -84,6 +87,7 @@ def test_a_structured_output_survives_serialisation() -> None:
         ),
         ({"pattern": "^(?=a)(b|c)|[(]"}, r"the pattern '\^\(\?=a\)\(b\|c\)\|\[\(\]' at #, which cannot be enforced"),
         ({"pattern": "^" + "(?=a)" * 1000 + "a"}, r"the pattern .* at #, which cannot be enforced"),
+        ({"pattern": "^(?=a)?b"}, r"the pattern '\^\(\?=a\)\?b' at #, which cannot be enforced"),
         ({"pattern": "^(?=a)a|b"}, r"the pattern '\^\(\?=a\)a\|b' at #, which cannot be enforced"),
         ({"unevaluatedProperties": False, "properties": 5}, r"'unevaluatedProperties' at #"),
         ({"type": "string", "pattern": "("}, r"unclosed group"),
@@ -106,6 +110,11 @@ def test_a_schema_that_is_not_json_is_refused(text: str) -> None:
 
 ZOD_DURATION = r"^P(?:(\d+W)|(?!.*W)(?=\d|T\d)(\d+Y)?(\d+M)?(\d+D)?(T(?=\d)(\d+H)?(\d+M)?(\d+([.,]\d+)?S)?)?)$"
 PYDANTIC_DECIMAL = r"^(?!^[-+.]*$)[+-]?0*\d*\.?\d*$"
+ZOD_UUID_4 = "^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-4[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12})$"
+ZOD_UUID = (
+    "^([0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[1-8][0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+    "|00000000-0000-0000-0000-000000000000|ffffffff-ffff-ffff-ffff-ffffffffffff)$"
+)
 ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][A-Za-z0-9\-]*\.)+[A-Za-z]{2,}$"
 
 
@@ -158,6 +167,18 @@ ZOD_EMAIL = r"^(?!\.)(?!.*\.\.)([A-Za-z0-9_'+\-\.]*)[A-Za-z0-9_+-]@([A-Za-z0-9][
         (
             {"propertyNames": {"format": "uuid"}, "type": "object", "additionalProperties": {"type": "null"}},
             {'{"123e4567-e89b-12d3-a456-426614174000": null}': True, '{"a": null}': False},
+        ),
+        (
+            {"propertyNames": {"format": "uuid", "pattern": ZOD_UUID}, "type": "object"},
+            {'{"123e4567-e89b-12d3-a456-426614174000": 1}': True, '{"123e4567-e89b-02d3-a456-426614174000": 1}': False},
+        ),
+        (
+            {"propertyNames": {"format": "uuid", "pattern": ZOD_UUID_4}, "type": "object"},
+            {'{"123e4567-e89b-42d3-a456-426614174000": 1}': True, '{"123e4567-e89b-12d3-a456-426614174000": 1}': False},
+        ),
+        (
+            {"propertyNames": {"format": "cuid", "pattern": "^c"}, "type": "object"},
+            {'{"c": 1}': True, '{"a": 1}': False},
         ),
         (
             {

@@ -170,6 +170,14 @@ _FIRST_LOOK = re.compile(r"\^\(\?=((?:[^()\[\]\\]|\\.|\[(?:[^\]\\]|\\.)*\])*)\)(
 """A look-ahead at the beginning of a pattern, without groups."""
 
 _UUID = "^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+_ZOD_UUID = "[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-%s[0-9a-fA-F]{3}-[89abAB][0-9a-fA-F]{3}-[0-9a-fA-F]{12}"
+_ZERO, _ONES = (f"|{mark * 8}-{mark * 4}-{mark * 4}-{mark * 4}-{mark * 12}" for mark in "0f")
+_UUIDS = (
+    *(_UUID, f"^({_ZOD_UUID % '[1-8]'}{_ZERO})$", f"^({_ZOD_UUID % '[1-8]'}{_ZERO}{_ONES})$"),
+    *(f"^({_ZOD_UUID % version})$" for version in range(1, 9)),
+)
+"""Patterns, zod's among them, whose texts all have the format "uuid"."""
+
 _OF_ANY_TEXT = {"binary", "byte", "password", "path", "file-path", "directory-path"}
 """Formats of pydantic and OpenAPI that say what a text is for."""
 
@@ -239,15 +247,19 @@ def _simplify(schema: dict[str, Any], root: dict[str, Any]) -> None:
     for excluded, bound in (("exclusiveMinimum", "minimum"), ("exclusiveMaximum", "maximum")):
         if isinstance(schema.get(excluded), bool) and schema.pop(excluded) and bound in schema:  # OpenAPI 3.0's
             schema[excluded] = schema.pop(bound)
+    _simplify_text(schema)
+    if "unevaluatedProperties" in schema:
+        _close_whole(schema, root)
+    _simplify_names(schema, root)
+
+
+def _simplify_text(schema: dict[str, Any]) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"], looks = _without_first_looks(_WITHOUT_LOOK_AROUND.get(pattern, pattern))
         _add(schema, *looks)
     given = schema.get("format")
     if isinstance(given, str) and (given in _OF_ANY_TEXT or ("pattern" in schema and not _is_known_format(given))):
         del schema["format"]
-    if "unevaluatedProperties" in schema:
-        _close_whole(schema, root)
-    _simplify_names(schema, root)
 
 
 def _without_first_looks(pattern: str) -> tuple[str, list[dict[str, Any]]]:
@@ -292,9 +304,10 @@ def _simplify_names(schema: dict[str, Any], root: dict[str, Any]) -> None:
         names = _pointed_at(names["$ref"], root)
     if not isinstance(names, dict) or names.get("type", "string") != "string":
         return
-    if "pattern" in names or names.get("format") == "uuid":
-        names = {"pattern": _UUID, **{name: value for name, value in names.items() if name != "format"}}
     names = {name: value for name, value in names.items() if name not in {"type", *_NAME_SAYS_NOTHING}}
+    _simplify_text(names)
+    if names.get("format") == "uuid" and names.setdefault("pattern", _UUID) in _UUIDS:
+        del names["format"]
     if names and not schema.keys().isdisjoint(("properties", "patternProperties")):
         return
     values = schema.get("additionalProperties", {})

@@ -499,6 +499,7 @@ def test_what_cannot_be_stored_replaces_nothing(tmp_path: Path) -> None:
     again = ResponseStore(str(path))
     assert again.get("conv_a") == known
     again.close()
+    again.extend("conv_a", [{"id": "2"}])  # what the file cannot take costs no answer
 
 
 def test_a_compaction_without_a_summary_is_an_error() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.server.responses.store import ResponseStore
 from tests.adapters.made import modules_of, write_adapter
 from tests.server.models.serving import RunningModels, expected, plain
 
@@ -26,7 +27,8 @@ def test_each_model_has_options_and_adapters_of_its_own(folders: dict[str, str],
     )
     text = adapted.outputs[0].text
     assert text != expected("green", PROMPT, 8)
-    settings = {"batch_dir": str(tmp_path)}
+    store = str(tmp_path / "responses.db")
+    settings = {"batch_dir": str(tmp_path / "jobs"), "response_store": store}
     with RunningModels(folders, own_options=own, max_loaded_models=2, settings=settings) as server:
         for name in folders:
             answer = server.complete(name, prompt=PROMPT, **GREEDY)
@@ -65,6 +67,7 @@ def test_each_model_has_options_and_adapters_of_its_own(folders: dict[str, str],
         assert texts == {"tales": text, "green": expected("green", PROMPT, 8), "red": expected("red", PROMPT, 8)}
         assert any(name == "vllm:lora_requests_info" and "green" in labels for name, *labels in server.samples)
         server.wait_until_unused()
+    ResponseStore(store).close()  # the server has closed it
 
 
 def test_wrong_options_are_said_at_the_start(folders: dict[str, str]) -> None:

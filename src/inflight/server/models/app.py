@@ -57,6 +57,7 @@ def create_models_app(
             if jobs is not None:
                 await jobs.stop()
             await pool.close()
+            responses.close()
 
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.models, app.state.catalog = pool, PoolCatalog(pool, loads)

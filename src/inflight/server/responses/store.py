@@ -4,11 +4,12 @@ The least recently used are dropped once they take too much room. They are in me
 finds.
 """
 
+import contextlib
 import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,6 +38,15 @@ class StoredResponse:
     answer: bytes
     chat: Chat
     num_bytes: int = 0
+
+
+@contextlib.contextmanager
+def _logged(what: str) -> Iterator[None]:
+    """Log an error of the file, and go on: the answer to the client is sound."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        logger.warning("%s: %s", what, error)
 
 
 class ResponseStore:
@@ -72,10 +82,8 @@ class ResponseStore:
     def put(self, response_id: str, response: StoredResponse) -> None:
         """Store a response, or replace it, dropping others if necessary. One that is too large, or that the file cannot
         take, is not stored, and does not replace another."""
-        try:
+        with _logged(f"{response_id} could not be stored"):
             self._put(response_id, response)
-        except sqlite3.Error as error:  # the answer itself is sound
-            logger.warning("%s could not be stored: %s", response_id, error)
 
     def _put(self, response_id: str, response: StoredResponse) -> None:
         chat = json.dumps(response.chat)
@@ -96,10 +104,8 @@ class ResponseStore:
     def get(self, response_id: str) -> StoredResponse | None:
         """Return a response, if it is still stored, and mark it as recently used."""
         used = "UPDATE entries SET used = (SELECT MAX(used) FROM entries) + 1 WHERE id = ?"
-        try:
+        with _logged(f"the use of {response_id} could not be noted"):
             self._db.execute(used, (response_id,))
-        except sqlite3.Error as error:
-            logger.warning("the use of %s could not be noted: %s", response_id, error)
         found = self._db.execute("SELECT answer, chat, num_bytes FROM entries WHERE id = ?", (response_id,)).fetchone()
         return None if found is None else StoredResponse(found[0], tuple(json.loads(found[1])), found[2])
 
@@ -110,9 +116,10 @@ class ResponseStore:
         return bool(dropped)
 
     def extend(self, conversation_id: str, items: Iterable[Mapping[str, Any]]) -> None:
-        """Add items to a conversation, if it is still stored."""
-        if (known := self.get(conversation_id)) is not None:
-            self.put(conversation_id, StoredResponse(known.answer, (*known.chat, *items)))
+        """Add items to a conversation, if it is still stored, and the file can take them."""
+        with _logged(f"{conversation_id} could not be read"):
+            if (known := self.get(conversation_id)) is not None:
+                self.put(conversation_id, StoredResponse(known.answer, (*known.chat, *items)))
 
     def close(self) -> None:
         """Close the file."""

@@ -175,6 +175,18 @@ def test_a_model_that_cannot_be_told_not_to_think_is_said_to_be_one(server: Runn
     assert response.json()["error"]["param"] == "reasoning_effort"
 
 
+@pytest.mark.parametrize(
+    ("template", "end"), [(TEMPLATE, NOT_THINKING), (ALWAYS, "<think>\n\n</think>\n\n"), (HARMONY, "<|message|>")]
+)
+def test_a_summary_is_written_without_reasoning_if_the_model_can_be_told(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch, template: str, end: str
+) -> None:
+    monkeypatch.setattr(server.llm.tokenizer.inner, "chat_template", template)  # type: ignore[union-attr]
+    say(server, ANSWER)
+    assert server.http.post("/v1/responses/compact", json={"input": "1"}).status_code == 200
+    assert prompt_of(server).endswith(end)
+
+
 # ------------------------------------------------------------------------------------- messages
 
 

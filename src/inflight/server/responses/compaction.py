@@ -1,5 +1,6 @@
 """Compaction: a conversation becomes its user's messages and one item with a summary, which the model writes."""
 
+from typing import Any
 from uuid import uuid4
 
 from inflight.contracts.api.outputs import RequestOutput
@@ -42,6 +43,14 @@ class CompactAnswer(ResponseAnswer):
     """The compacted conversation, which the next request can take as its input."""
 
     ID = "cmp_"
+
+    def __init__(self, body: ResponsesRequest, *others: Any, **stored: Any) -> None:
+        try:  # the summary needs the tokens
+            super().__init__(body.model_copy(update={"thinking_token_budget": 0}), *others, **stored)
+        except ApiError as error:
+            if error.code != "unsupported_value":
+                raise
+            super().__init__(body, *others, **stored)
 
     def whole(self, output: RequestOutput) -> bytes:
         read, _ = read_whole(self, output)

@@ -22,6 +22,7 @@ from inflight.cli.serve import listen, listen_at
 from inflight.demo_model import DEMO_MODEL
 from inflight.observe.recorder import read_recording
 from inflight.server.operations.settings import OperatorSettings
+from inflight.server.run import removing_sockets
 
 READY = re.compile(r"(\S+) (?:is )?served at (http://127\.0\.0\.1:\d+)")
 
@@ -239,12 +240,22 @@ def test_a_unix_socket_under_a_path_that_a_proxy_may_strip(tmp_path: Path) -> No
                 answer = client.post(f"{prefix}/v1/messages", headers=key, json={})
                 assert answer.json()["type"] == "error"  # Anthropic's envelope
             assert client.get("/llm").headers["location"].endswith("/llm/")  # to which the page's links are relative
+            assert client.get("/llm?model=a&b=%2F").headers["location"].endswith("/llm/?model=a&b=%2F")
             assert client.get("/llmx/v1/models", headers=key).status_code == 404
             process.send_signal(signal.SIGTERM)
             assert process.wait(60) == 0
         finally:
             process.kill()
     assert not path.exists()
+
+
+def test_a_socket_that_another_server_has_bound_since_stays(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with listen_at(str(path)) as old, removing_sockets([old]):
+        old.close()
+        new = listen_at(str(path))  # in the place of the dead one
+    with new, socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
 
 
 def test_a_folder_without_a_tokenizer_is_said(

@@ -7,10 +7,11 @@ Decides the order of starts and stops. Knows no endpoint and no command-line opt
 """
 
 import asyncio
+import contextlib
 import gc
 import logging
 import socket
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -160,17 +161,32 @@ def _run(
         timeout_keep_alive=surroundings.timeout_keep_alive,
     )
     on_signals = {"SIGHUP": surroundings.reload, "SIGUSR1": model_reload.begin}
-    paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
-    bound = {path: path.stat().st_ino for path in paths}
     server = DrainingServer(config, surroundings.drain, on_signals)
     with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:
         try:
-            runner.run(_serve(server, surroundings.drain, listeners, start))
+            with removing_sockets(listeners):
+                runner.run(_serve(server, surroundings.drain, listeners, start))
         finally:
-            for path, number in bound.items():
-                if path.exists() and path.stat().st_ino == number:  # else another server has it by now
-                    path.unlink()
             runner.run(surroundings.close())
+
+
+@contextlib.contextmanager
+def removing_sockets(listeners: Sequence[socket.socket]) -> Iterator[None]:
+    """Remove Unix sockets in the end, but none that another server has bound since."""
+    paths = [Path(each.getsockname()) for each in listeners if each.family == socket.AF_UNIX]
+    bound = {path: _identity(path) for path in paths}
+    try:
+        yield
+    finally:
+        for path, identity in bound.items():
+            with contextlib.suppress(FileNotFoundError):
+                if _identity(path) == identity:
+                    path.unlink()
+
+
+def _identity(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_dev, found.st_ino, found.st_mtime_ns  # an inode may be reused
 
 
 async def _serve(

@@ -88,6 +88,15 @@ def test_system_messages_at_first_are_one(server: RunningServer, template: str) 
     assert asked(server, CHAT, [*turns("s: A"), *chat]) == expected
 
 
+def test_a_refusal_of_a_template_is_logged_once(server: RunningServer, caplog: pytest.LogCaptureFixture) -> None:
+    template = FIRST_ONLY.replace("System message", "once: System message")
+    server.llm.tokenizer.inner.chat_template = template  # type: ignore[union-attr]
+    for _ in range(2):
+        asked(server, CHAT, turns("u: 1", "s: A"))
+    (said,) = [each.getMessage() for each in caplog.records if "once: " in each.getMessage()]
+    assert said.startswith("histories are rewritten (role): ")
+
+
 def test_what_a_template_takes_stays_as_it_is_when_something_else_is_refused(server: RunningServer) -> None:
     template = FIRST_ONLY.replace("not loop.first", "loop.index0 > 1")  # two at the beginning
     server.llm.tokenizer.inner.chat_template = template  # type: ignore[union-attr]

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.chat_format.answer_form import AnswerForm, answer_form
 from inflight.server.chat_format.answer_template import call_format_of
+from inflight.server.chat_format.call_grammar import target
 from inflight.server.chat_format.tools import ToolFields
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
@@ -293,6 +294,14 @@ def test_what_a_notation_cannot_say_about_all_arguments_is_refused(name: str, sc
     with pytest.raises(ApiError) as refused:
         form_of(NOTATIONS[name], tokenizer_of(NOTATIONS[name], "as text"), [tool], "auto")
     assert refused.value.status == 400
+
+
+def test_a_reference_to_an_anchor_is_not_one_to_the_root() -> None:
+    schema = {"$defs": {"a/b": {"type": "null"}}}
+    assert (target("#", schema), target("#/$defs/a~1b", schema)) == (schema, {"type": "null"})
+    for reference in ("#node", "#/$defs/c", "x"):
+        with pytest.raises(ValueError, match=f"the reference '{re.escape(reference)}' leads nowhere"):
+            target(reference, schema)
 
 
 @pytest.mark.parametrize("name", ["qwen3-coder", "gemma4"])

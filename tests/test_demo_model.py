@@ -3,6 +3,7 @@
 import json
 import random
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from inflight import LLM, SamplingParams
-from inflight.server.chat_format.families import HERMES, call_format_of
+from inflight.server.chat_format.answer_template import call_format_of
+from inflight.server.chat_format.families import HERMES
 from tests import zoo
 from tools.story_cast import SLOTS
 from tools.story_grammar import draw_request, generate_chat, generate_story, parses, split_sentences
@@ -119,7 +121,10 @@ def test_chat_template_tells_the_model_about_tools_in_the_form_of_hermes() -> No
     ]
     written = tokenizer().apply_chat_template(chat, tools=[weather], tokenize=False, add_generation_prompt=True)
     preamble, *turns = written.removeprefix(BOS).split("<|end|>")
-    assert call_format_of(tokenizer().chat_template) is HERMES.calls
+    learned = call_format_of(tokenizer().chat_template)
+    assert learned is not None
+    assert HERMES.calls is not None
+    assert replace(learned, name=HERMES.calls.name) == HERMES.calls
     assert preamble.startswith("<|user|>Tools:\n<tools>\n" + json.dumps(weather) + "\n</tools>\n")
     assert turns == [
         "<|user|>Be brief.",

@@ -57,7 +57,8 @@ def test_the_engine_gives_the_tokens_of_the_plain_model(name: str) -> None:
     assert len({token for output in outputs for token in output}) > 10
     scheduler = llm.engine.scheduler
     assert scheduler.count.preemptions > 0
-    scheduler.block_pool.check([])
+    left = [] if scheduler._resumption is None else scheduler._resumption._ended.values()
+    scheduler.block_pool.check([each.block_tables for each in left])
     assert generate(llm) == outputs, "what slots and blocks have kept changes nothing"
 
 

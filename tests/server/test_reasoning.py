@@ -432,7 +432,6 @@ def test_a_required_call_may_follow_reasoning(generating: RunningServer) -> None
     ("path", "fields", "name"),
     [
         ("/v1/chat/completions", {"thinking_token_budget": 5}, "thinking_token_budget"),
-        ("/v1/chat/completions", {"reasoning_effort": "low"}, "reasoning_effort"),
         ("/v1/messages", {"thinking": {"type": "enabled", "budget_tokens": 5}}, "thinking"),
     ],
 )

@@ -125,15 +125,16 @@ def _with_calls(
 def _budget(
     options: ReasoningOptions, chat_template: str, template: AnswerTemplate, prompt: str, tokenizer: Tokenizer
 ) -> int | None:
-    """Return the most reasoning tokens. Without a token that ends reasoning there is no limit, which is reported; in
-    strict mode a limit that the request names is refused when it is compiled."""
+    """Return the most reasoning tokens. Without a token that ends reasoning there is no limit; one that the request
+    names is reported, and in strict mode refused when it is compiled."""
     most = options.most_tokens(chat_template)
     if most is None or (reasoning := template.leading_reasoning(prompt)) is None:
         return most
     has_end = isinstance(pieces_of(reasoning.end, opaque_tokens(tokenizer))[0], int)
     if has_end or (options.max_tokens is not None and READING.get().is_strict):
         return most
-    READING.get().ignore(options.param)
+    if options.max_tokens is not None:
+        READING.get().ignore(options.param)
     return None
 
 

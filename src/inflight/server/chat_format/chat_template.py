@@ -182,9 +182,9 @@ def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
 
 
 @lru_cache(maxsize=64)
-def _tell_of(refusal: str, changed: str) -> None:
-    """Log once that a template refused a history: it may be the template's fault."""
-    logger.warning("histories are rewritten (%s): %s", changed, refusal)
+def _tell_of(changed: str) -> None:
+    """Log once that a template refused a history: it may be the template's fault. (Its reason may quote the text.)"""
+    logger.warning("the chat template refuses some histories, which are rewritten: %s", changed)
 
 
 def render_chat(
@@ -210,7 +210,7 @@ def render_chat(
         for name in changed:
             READING.get().ignore(name)
         if refusal is not None:
-            _tell_of(str(refusal), ", ".join(changed))
+            _tell_of(", ".join(changed))
         return text
     raise ApiError(400, f"{param}: {refusal}", param=param) from refusal
 

@@ -13,8 +13,8 @@ drawn at random, one token each with a tokenizer of bytes.
 import argparse
 import json
 import random
+import signal
 import string
-import subprocess
 import sys
 import time
 import urllib.request
@@ -23,11 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from benchmarks.compare import describe_machine
+from benchmarks.compare import LOGS, describe_machine
 from benchmarks.serving import Server
 from inflight.contracts.api.config import EngineConfig
 from inflight.simulate import StepCost
@@ -139,8 +138,8 @@ def ours(arguments: argparse.Namespace, *options: str) -> Server:
 def running(server: Server) -> Iterator[str]:
     """Start a server; yield its address; end it."""
     try:
-        server.start(2, Path("/tmp") / f"agents-{server.name.split()[0]}.log")
-        server.signal(subprocess.signal.SIGCONT)  # type: ignore[attr-defined]
+        server.start(2, LOGS / f"agents-{server.name.split()[0]}.log")
+        server.signal(signal.SIGCONT)
         yield f"http://127.0.0.1:{server.port}"
     finally:
         server.end()
@@ -166,7 +165,7 @@ def turns(arguments: argparse.Namespace) -> None:
                 f"| {server.name} | {' | '.join(f'{each:.2f}' for each in firsts)} | {sum(firsts):.1f} | {share:.1%} |"
             )
             new = [each.num_prompt_tokens - each.num_cached_tokens for each in taken]
-            print(f"| computed anew | {' | '.join(map(str, new))} | {sum(new)} | |")
+            print(f"| tokens computed | {' | '.join(map(str, new))} | {sum(new)} | |")
 
 
 def pauses(arguments: argparse.Namespace) -> None:

@@ -3,7 +3,7 @@
 python -m benchmarks.stored_prefixes --model qwen3-0.6b --dtype bfloat16 --measure first-token,beside,idle
 
 - `first-token`: seconds to the first token of a 4,096-token prompt, computed, and restored by an engine that was
-  started anew, with the files out of the system's memory (as far as it lets go of them); and if it is installed, of
+  started again, with the files out of the system's memory (as far as it lets go of them); and if it is installed, of
   llama.cpp's server, which saves and restores a slot, in turn.
 - `beside`: seconds between the tokens of eight decodes: alone, while prompts are restored beside them, and while
   everything that was computed before is saved.

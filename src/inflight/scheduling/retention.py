@@ -36,7 +36,7 @@ LEAST_LEFT = 0.75
 """A session of which less is left is served like a new one, lest sessions take each other's blocks in turn."""
 
 PATIENCE = 8.0
-"""A request waits for kept blocks at most so many times as long as computing it takes, if that is longer."""
+"""A request waits for kept blocks at most this many times as long as computing it takes, if that is longer."""
 
 GIVEN_UP_TOGETHER = 64
 """Blocks that are kept no longer when one is needed."""
@@ -44,7 +44,7 @@ GIVEN_UP_TOGETHER = 64
 MAX_SESSIONS = 256
 MAX_PAUSES = 32
 ENOUGH_PAUSES = 5
-"""From so many pauses on, a session's own decide."""
+"""The fewest pauses that count: a session's own, or else those of all."""
 
 SLACK = 1.25
 """The next pause may be longer than those that were seen."""

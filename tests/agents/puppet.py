@@ -9,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from inflight import AsyncLLM
+from inflight.contracts.api.config import BACKGROUND
 from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.demo_model import DEMO_MODEL
 from inflight.text.tokenizer_files import read_tokenizer
@@ -46,6 +47,10 @@ class Puppet(AsyncLLM):
 
     async def stream(self, prompt: Any, params: Any = None, request_id: Any = None, **options: Any) -> Any:  # type: ignore[override]
         assert self.tokenizer is not None
+        if options.get("priority") == BACKGROUND:
+            async for delta in super().stream(prompt, params, request_id, **options):
+                yield delta
+            return
         asked = self.tokenizer.decode(prompt, skip_special_tokens=False)
         is_scripted = self.mark in asked and bool(self.script)
         text = self.script.pop(0) if is_scripted else TO_OTHERS
@@ -59,7 +64,7 @@ class Puppet(AsyncLLM):
 
 
 @contextmanager
-def puppet_server() -> Iterator[RunningServer]:
+def puppet_server(make: type[Puppet] = Puppet) -> Iterator[RunningServer]:
     """Serve a puppet under any model name."""
     tokenizer = read_tokenizer(str(DEMO_MODEL)).inner
     tokenizer.chat_template = TEMPLATE
@@ -69,7 +74,7 @@ def puppet_server() -> Iterator[RunningServer]:
         ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         config = LlamaConfig(vocab_size=len(tokenizer), max_position_embeddings=300_000, **sizes, **ends)
         model = LlamaForCausalLM(config).eval()
-    llm = Puppet(model, tokenizer, in_process=True, num_blocks=40_000, max_model_len=250_000)
+    llm = make(model, tokenizer, in_process=True, num_blocks=40_000, max_model_len=250_000)
     llm.play([])
     with RunningServer(llm, model_name="puppet", model_aliases=("*",)) as server:
         yield server

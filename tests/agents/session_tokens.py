@@ -38,6 +38,7 @@ class Session:
     def run(self) -> list[tuple[int, int]]:
         """For each turn, the tokens of its prompt, and how many of them were cached."""
         for turn in range(NUM_TURNS):
+            self._server.wait_for_idle_work()
             said: dict[str, Any] = {"content": f"Turn {turn} is done." if turn in ENDS else ""}
             said["reasoning_content"] = f"I think about turn {turn}, and go on."
             if turn not in ENDS:

@@ -148,12 +148,20 @@ class RunningServer:
             assert time.monotonic() < end
             time.sleep(0.001)
 
+    def wait_for_idle_work(self) -> None:
+        """Return once the server computes nothing on its own."""
+        end = time.monotonic() + 60
+        while self.app.state.service.idle_work:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+
     def check_idle(self) -> None:
         """Return once nothing runs, and check that nothing was kept."""
 
         async def check() -> None:
             async with asyncio.timeout(60):
                 while True:
+                    self.wait_for_idle_work()
                     stats = await self.llm.stats()
                     if not stats.num_running and not stats.num_waiting and not self.observer.running:
                         break

@@ -95,8 +95,8 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         self.chat = (*earlier, *body.messages)
         super().__init__(body, service, info)
 
-    def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
-        return _prompt(self.body, self.chat, service, info), None
+    def written(self, service: Service, info: ModelInfo) -> RenderedChat:
+        return _prompt(self.body, self.chat, service, info)
 
     def whole(self, output: RequestOutput) -> bytes:
         read, scores = read_whole(self, output)

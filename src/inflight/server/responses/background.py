@@ -43,6 +43,7 @@ class BackgroundRun:
                 (output,) = await generate(self._service, answer.generation, client, begin)
                 await off_loop(size_of_answer([output]), lambda: answer.whole(output))
             answer.keep()
+            answer.expect_next(self._service, output)
         except asyncio.CancelledError:
             end = response_of(answer, "cancelled")
         except Exception as error:

@@ -8,6 +8,7 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Generic, TypeVar
 
 from fastapi import Request
@@ -18,6 +19,7 @@ from inflight.contracts.api.outputs import RequestOutput, TextDelta
 from inflight.server.chat_format.answer_form import answer_form
 from inflight.server.chat_format.blocks import Blocks
 from inflight.server.serving.generation import Generation, generate, size_of_answer
+from inflight.server.serving.next_question import expect_question
 from inflight.server.serving.request_fields import ChatBody
 from inflight.server.serving.service import RenderedChat, Service, service_of
 from inflight.server.serving.streams import Client, EventStream, Write, attended
@@ -67,29 +69,28 @@ class ChatAnswer(ABC, Generic[B]):
     def __init__(self, body: B, service: Service, info: ModelInfo) -> None:
         body.check(service.settings)
         self.body, self.tokenizer = body, service.llm.tokenizer
-        (text, token_ids), chat_template = self.written(service, info)
+        self._rendered = self.written(service, info)
         self.form = answer_form(
             body.tool_fields,
             body.structured_output,
             service.tokenizer,
-            text,
-            chat_template,
+            self._rendered.text,
+            self._rendered.chat.get("chat_template"),
             service.settings.tool_call_parser,
             body.reasoning_options,
         )
         options = {} if self.form is None else self.form.sampling_options
         params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
         service.check_num_sequences(1, params.n, "n")
-        prompt = service.fitted(token_ids, info, self.PARAM, body.most_prompt_tokens)
+        prompt = service.fitted(self._rendered.token_ids, info, self.PARAM, body.most_prompt_tokens)
         service.check_num_scores([prompt], params)
         adapter, request_id = service.adapter_of(body.model), f"{self.ID}{uuid.uuid4().hex}"
         self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter)
         self.model_name, self.created_at = service.name_of(adapter), int(time.time())
 
-    def written(self, service: Service, info: ModelInfo) -> tuple[RenderedChat, str | None]:
-        """Return the rendered chat, and the request's own chat template."""
-        chat = self.body.for_template(service.settings)
-        return service.written(chat, info, self.PARAM, self.body.reasoning_options), chat.get("chat_template")
+    def written(self, service: Service, info: ModelInfo) -> RenderedChat:
+        """Return the rendered chat."""
+        return service.written(self.body.for_template(service.settings), info, self.PARAM, self.body.reasoning_options)
 
     def new_blocks(self) -> Blocks:
         """Return a reader for one sequence's text."""
@@ -113,6 +114,12 @@ class ChatAnswer(ABC, Generic[B]):
     def keep(self) -> None:
         """Called in the event loop once the whole answer is written."""
 
+    def expect_next(self, service: Service, output: RequestOutput) -> None:
+        """Compute what the next question will begin with, if that is not cached. Called in the event loop at the
+        answer's end."""
+        if self.form is not None and self.form.reasoning is not None and self.generation.params.n == 1:
+            expect_question(service, self._rendered, self.generation, output, self.new_blocks())
+
 
 A = TypeVar("A", bound=ChatAnswer[Any])
 
@@ -132,8 +139,9 @@ async def answer_chat(
             (output,) = await generate(service, answer.generation, client)
             whole = await off_loop(more_bytes + size_of_answer([output]), lambda: answer.whole(output))
             answer.keep()
+            answer.expect_next(service, output)
             return Response(whole, media_type="application/json")
-    return stream(service, answer.generation, answer.events())
+    return stream(service, answer.generation, answer.events(), partial(answer.expect_next, service))
 
 
 async def prepared(body: B, request: Request, make: Callable[[B, Service, ModelInfo], A], more_bytes: int = 0) -> A:
@@ -145,14 +153,25 @@ async def prepared(body: B, request: Request, make: Callable[[B, Service, ModelI
     return await off_loop(size, lambda: make(body, service, info))
 
 
-def stream(service: Service, generation: Generation, events: Events) -> EventStream:
-    """Return a response that runs `generation` and streams its events, one write per step."""
+def stream(
+    service: Service,
+    generation: Generation,
+    events: Events,
+    then: Callable[[RequestOutput], None] = lambda _: None,
+) -> EventStream:
+    """Return a response that runs `generation` and streams its events, one write per step.
+
+    Args:
+        then: called with the first prompt's output when all is written.
+    """
 
     async def run(client: Client, write: Write) -> None:
         async def deliver(deltas: list[TextDelta]) -> None:
             if chunk := events.write(deltas):
                 await write(chunk)
 
-        await write(events.end(await generate(service, generation, client, deliver)))
+        outputs = await generate(service, generation, client, deliver)
+        await write(events.end(outputs))
+        then(outputs[0])
 
     return EventStream(run, service.settings, events.failed)

@@ -110,7 +110,8 @@ async def _follow(
     prompt = generation.prompts[prompt_index]
     texts: list[list[str]] | None = [[] for _ in range(params.n)] if service.keeps_texts else None
     observer.started(request_id, generation.params.n, generation.params, generation.adapter)
-    running = service.running[request_id] = RunningRequest(prompt, params, priority, texts)
+    running = RunningRequest(prompt, params, priority, texts)
+    service.begin(request_id, running)
     try:
         if service.in_background:
             priority = BACKGROUND

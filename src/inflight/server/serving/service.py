@@ -54,10 +54,16 @@ class RunningRequest:
 
 
 class RenderedChat(NamedTuple):
-    """A chat rendered by its template, and its token ids."""
+    """A chat rendered by its template.
+
+    Attributes:
+        chat, options: what was rendered (see `render_chat`).
+    """
 
     text: str
     token_ids: list[int]
+    chat: Mapping[str, Any]
+    options: ReasoningOptions
 
 
 class Service:
@@ -68,6 +74,7 @@ class Service:
         running: running requests, by id.
         keeps_texts: whether `running` keeps generated texts.
         pooling: the tasks of requests that pool.
+        idle_work: tasks that other requests end.
         in_background: whether all its requests run in the background, each with a random seed if it has none: an engine
             draws the same seeds after every start, and a job may outlive many.
     """
@@ -88,13 +95,20 @@ class Service:
         self.running: dict[str, RunningRequest] = {}
         self.keeps_texts = False
         self.pooling: set[asyncio.Task[Any]] = set()
+        self.idle_work: set[asyncio.Task[None]] = set()
 
     async def abort_all(self) -> None:
         """Abort all running requests: streams end with an error event, other requests are answered with a 503."""
         for request_id in tuple(self.running):
             await self.llm.abort(request_id)
-        for task in tuple(self.pooling):
+        for task in (*self.pooling, *self.idle_work):
             task.cancel()
+
+    def begin(self, request_id: str, running: RunningRequest) -> None:
+        """A request begins to run: idle work ends, and what it has computed stays in the cache."""
+        for task in tuple(self.idle_work):
+            task.cancel()
+        self.running[request_id] = running
 
     async def model_info(self) -> ModelInfo:
         """Return the engine's `ModelInfo`; start the engine first if necessary."""
@@ -195,7 +209,8 @@ class Service:
     ) -> RenderedChat:
         """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`)."""
         text = render_chat(chat, self.llm.tokenizer, param, reasoning_options)
-        return RenderedChat(text, self._encoded(text, info, param, add_special_tokens=False))
+        token_ids = self._encoded(text, info, param, add_special_tokens=False)
+        return RenderedChat(text, token_ids, chat, reasoning_options)
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
         most = self.tokenizer.most_characters(info.max_model_len)

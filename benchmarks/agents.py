@@ -48,8 +48,8 @@ PAUSES = (5.0, 60.0)
 """Seconds that a tool takes at least and at most."""
 KEPT = 300.0
 """Seconds for which blocks are kept at most, which is the default."""
-NUM_STREAMS, STREAMED, NUM_ROUNDS = 32, 128, 7
-"""Of `overhead`: streams at once, the tokens of each, and rounds of each kind."""
+NUM_STREAMS, SHORT, STREAMED, NUM_ROUNDS = 32, 100, 64, 7
+"""Of `overhead`: streams at once, tokens of their questions and answers, and rounds of each kind."""
 
 
 def text(rng: random.Random, length: int) -> str:
@@ -250,8 +250,11 @@ def simulated(limit: float, speed: float, seed: int) -> list[float]:
 
 def overhead(arguments: argparse.Namespace) -> None:
     """Measure many streams as chats with tools, whose calls and thoughts are read, and as completions, in turn."""
-    with running(ours(arguments)) as url:
-        bodies = [Agent(url, number, prompt=4_000).body() for number in range(NUM_STREAMS)]
+    with running(server := ours(arguments)) as url:
+        assert server.process is not None
+        first, rng = Agent(url, 0, prompt=1_000).body(), random.Random(1)
+        questions = [{"role": "user", "content": text(rng, SHORT)} for _ in range(NUM_STREAMS)]
+        bodies = [{**first, "messages": [question]} for question in questions]
         chats = [{**body, "max_tokens": 1, "return_token_ids": True} for body in bodies]
         prompts = [json.loads(answer)["prompt_token_ids"] for answer in answers(url, "chat/completions", chats)]
         options = {"temperature": 0, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
@@ -260,19 +263,29 @@ def overhead(arguments: argparse.Namespace) -> None:
             "chat/completions": [{**body, **options} for body in bodies],
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+        front: dict[str, list[float]] = {kind: [] for kind in kinds}
         for number in range(1 + NUM_ROUNDS):  # in the first one, parts of blocks are computed
             for kind, requests in kinds.items():
-                start = time.perf_counter()
+                start, before = time.perf_counter(), cpu_seconds(server.process.pid)
                 read = answers(url, kind, requests)
                 if number:
                     seconds[kind].append(time.perf_counter() - start)
+                    front[kind].append(cpu_seconds(server.process.pid) - before)
                 assert all(b"data: [DONE]" in each for each in read)
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     for kind, each in seconds.items():
         speeds = [NUM_STREAMS * STREAMED / taken for taken in each]
-        print(f"{kind}: {median(speeds):.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})")
+        work = 1e6 * median(front[kind]) / (NUM_STREAMS * STREAMED)
+        print(f"{kind}: {median(speeds):.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})", end=", ")
+        print(f"{work:.0f} us of the server's own processor time for each")
     shares = [chat / raw for raw, chat in zip(*seconds.values(), strict=True)]
     print(f"chats take {median(shares):.3f} times as long ({min(shares):.3f} to {max(shares):.3f})")
+
+
+def cpu_seconds(process: int) -> float:
+    """The processor time that a process has used, without its children (here: without the engine)."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def answers(url: str, path: str, bodies: Sequence[Any]) -> list[bytes]:

@@ -94,6 +94,11 @@ ODD = {
     "no marks": chat("{{ f.name }}: {{ f.arguments | tojson }}", thoughts=None),
     "no names": chat("<call>{{ f.arguments | tojson }}</call>", thoughts=None),
     "arguments in brackets": chat("<call>{{ f.name }}" + each("[KEY=", "]") + "!", thoughts=None),
+    "arguments within arguments": chat(
+        "|<tool_call>|<{{ f.name }}>{% for k, v in f.arguments.items() %}|<{{ k }}>{{ v }}|</{{ k }}>{% endfor %}"
+        "|</{{ f.name }}>|</tool_call>",
+        thoughts=None,
+    ),
     "the same mark at both ends": chat("<call>{{ f.name }}<call>{{ f.arguments }}<call>", thoughts=None),
 }
 

@@ -30,7 +30,7 @@ from inflight.server.chat_format.families import (
     ResponseTemplate,
     head_of,
 )
-from inflight.server.chat_format.learned import LEARNED, NAMES, TOOLS, Learned, learn
+from inflight.server.chat_format.learned import LEARNED, NAMES, TOOLS, Learned, learn, written_call
 from inflight.server.chat_format.template_reader import TemplateReader
 from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
@@ -278,6 +278,8 @@ def families_of(chat_template: str) -> Sequence[Family]:
     own = [] if learned is None or not _reads(learned) else [learned.family]
     with_calls = [each for each in own if each.calls is not None]
     fixed, fallbacks = ([each for each in group if each.has(chat_template)] for group in (FAMILIES, FALLBACKS))
+    written = None if with_calls else written_call(chat_template)
+    fallbacks = [each for each in fallbacks if written is None or _may_have_written(each, written)]
     return [
         *fixed,
         *with_calls,
@@ -302,6 +304,15 @@ def _reads(learned: Learned) -> bool:
         logger.debug("what was learned from the chat template cannot be used: %r", error)
         return False
     return True
+
+
+def _may_have_written(family: Family, call: str) -> bool:
+    """Whether a family's reader finds this call, if it has the family's mark."""
+    if family.template is None or family.calls is None or family.calls.begin not in call:
+        return True
+    reader = AnswerTemplate(family.template, family).reader("", TOOLS, NAMES)
+    reader.feed(call, is_last=True)
+    return reader.num_calls > 0
 
 
 def family_of(chat_template: str) -> Family | None:

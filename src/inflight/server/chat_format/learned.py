@@ -90,6 +90,17 @@ def learn(chat_template: str) -> Learned | None:
         return None
 
 
+def written_call(chat_template: str) -> str | None:
+    """An answer with a call of the first of `NAMES`, as a chat template writes it; None: it writes none."""
+    for _, new_id in _IDS:
+        with suppress(Exception):  # see `learn`
+            learner = _Learner(chat_template)
+            learner._new_id = new_id
+            if NAMES[0] in (text := learner._rendered(learner._calling(1))):
+                return text
+    return None
+
+
 def _shared(first: str, second: str, *, from_end: bool = False) -> str:
     """What two texts begin (or end) with; a number that grows by one from the first to the second is "{index}"."""
     pairs = zip(*(_UNITS.findall(each)[:: -1 if from_end else 1] for each in (first, second)), strict=False)

@@ -192,7 +192,7 @@ def turns(arguments: argparse.Namespace) -> None:
     for server in servers:
         with running(server) as url:
             Agent(url, 99, prompt=200).turn()  # warm-up
-            agent = Agent(url, 0)
+            agent = Agent(url, 0, int(PROMPT / arguments.scale))
             taken = [agent.turn() for _ in range(NUM_TURNS)]
             firsts = [each.first_token for each in taken]
             share = mean(firsts[1:]) / firsts[0]
@@ -321,7 +321,7 @@ def main() -> None:
         "--model", default="qwen3-0.6b", help="a named model, or a folder whose chat template takes tools"
     )
     parser.add_argument("--quantization", help="of our weights; llama.cpp then has eight bits")
-    parser.add_argument("--scale", type=float, default=1.0, help="of `pauses`: prompts and pauses are so much shorter")
+    parser.add_argument("--scale", type=float, default=1.0, help="prompts, and pauses, are so much shorter")
     parser.add_argument("--peers", default="", help="of `turns`: llamacpp, vllm")
     arguments = parser.parse_args()
     {"turns": turns, "pauses": pauses, "simulate": simulate, "overhead": overhead}[arguments.what](arguments)

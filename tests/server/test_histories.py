@@ -355,3 +355,13 @@ def test_the_line_is_not_counted(server: RunningServer) -> None:
         return int(answer.json()["input_tokens"])
 
     assert count(system=f"{LINE}1;\nA") == count(system="A")
+
+
+SHOUTING = FREE.replace("m.content", "m.content | upper")
+
+
+@pytest.mark.parametrize("template", [SHOUTING])
+def test_a_text_to_continue_stands_as_it_is(server: RunningServer, template: str) -> None:
+    assert SHOUTING != FREE
+    assert asked(server, MESSAGES, turns("u: one", "a: Two"))[0] == "[u]ONE;[a]Two"
+    assert asked(server, MESSAGES, turns("u: one", "a: Two", "u: three"))[0] == "[u]ONE;[a]TWO;[u]THREE;[a]"

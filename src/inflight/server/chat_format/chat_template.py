@@ -8,6 +8,7 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import sha256
@@ -216,7 +217,18 @@ def render_chat(
 
 
 def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, options: ReasoningOptions) -> str:
-    """Return the text. If reasoning is off, and the template has no switch, empty reasoning follows."""
+    """Return the text. If reasoning is off, and the template has no switch, empty reasoning follows. A last message to
+    continue whose text the template changes follows the prompt as it stands."""
+    *before, last = chat["messages"]
+    if before and chat.get("continue_final_message") and not last.get("tool_calls"):
+        with suppress(InvalidRequestError):
+            return _rendered(chat, tokenizer, options)
+        asked = {**chat, "messages": before, "add_generation_prompt": True, "continue_final_message": False}
+        return _rendered(asked, tokenizer, options) + str(last["content"])
+    return _rendered(chat, tokenizer, options)
+
+
+def _rendered(chat: Mapping[str, Any], tokenizer: Tokenizer | None, options: ReasoningOptions) -> str:
     if options is DEFAULT_REASONING or tokenizer is None:
         return rendered_chat(chat, tokenizer)
     template = chat["chat_template"] if "chat_template" in chat else chat_template_of(tokenizer)

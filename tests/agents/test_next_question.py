@@ -77,8 +77,10 @@ def test_another_request_ends_the_work(server: RunningServer, stream: bool) -> N
         ("It has a line.", HISTORY[:1], {}),
         ("It has a line.", [*HISTORY, {"role": "user", "content": "What is in it?"}], {}),
         ("It has a line.", HISTORY, {"n": 2}),
+        ("It has a line.", HISTORY, {"truncate_prompt_tokens": 40}),
+        (" has a line.", [*HISTORY, {"role": "assistant", "content": "It"}], {"continue_final_message": True}),
     ],
-    ids=["calls", "no reasoning", "a first question", "a question since", "two answers"],
+    ids=["calls", "no reasoning", "a first question", "a question since", "two answers", "a part", "a begun answer"],
 )
 def test_nothing_is_computed_for(
     text: str, history: list[dict[str, Any]], options: dict[str, Any], server: RunningServer

@@ -40,7 +40,8 @@ def expect_question(
     messages = chat.chat["messages"]
     question = max((i for i, each in enumerate(messages) if each["role"] == "user"), default=0)
     has_reasoning = any(each.get("reasoning_content") for each in messages[question:])
-    if not has_reasoning or service.running or output.outputs[0].finish_reason != "stop":
+    is_whole = len(output.prompt_token_ids) == len(chat.token_ids) and not chat.chat.get("continue_final_message")
+    if not has_reasoning or not is_whole or service.running or output.outputs[0].finish_reason != "stop":
         return
 
     async def compute() -> None:

@@ -1,7 +1,8 @@
 """`expect_question`: computes, while the server is idle, the history as the user's next question will send it.
 
-Many chat templates drop the reasoning of earlier answers once the user asks again: then everything behind the previous
-question differs from what is cached, and the first token of the next answer would wait for all of it.
+Many chat templates drop the reasoning of earlier answers once the user asks again, and some move the tools: then
+everything behind the previous question differs from what is cached, and the first token of the next answer would wait
+for all of it.
 """
 
 import asyncio
@@ -37,11 +38,8 @@ def expect_question(
         output: its answer.
         blocks: a new reader of the answer.
     """
-    messages = chat.chat["messages"]
-    question = max((i for i, each in enumerate(messages) if each["role"] == "user"), default=0)
-    has_reasoning = any(each.get("reasoning_content") for each in messages[question:])
     is_whole = len(output.prompt_token_ids) == len(chat.token_ids) and not chat.chat.get("continue_final_message")
-    if not has_reasoning or not is_whole or service.running or output.outputs[0].finish_reason != "stop":
+    if not is_whole or service.running or output.outputs[0].finish_reason != "stop":
         return
 
     async def compute() -> None:

@@ -219,10 +219,10 @@ def render_chat(
 def _written(chat: Mapping[str, Any], tokenizer: Tokenizer | None, options: ReasoningOptions) -> str:
     """Return the text. If reasoning is off, and the template has no switch, empty reasoning follows. A last message to
     continue whose text the template changes follows the prompt as it stands."""
-    *before, last = chat["messages"]
-    if before and chat.get("continue_final_message") and not last.get("tool_calls"):
+    if chat.get("continue_final_message") and len(chat["messages"]) > 1 and not chat["messages"][-1].get("tool_calls"):
         with suppress(InvalidRequestError):
             return _rendered(chat, tokenizer, options)
+        *before, last = chat["messages"]
         asked = {**chat, "messages": before, "add_generation_prompt": True, "continue_final_message": False}
         return _rendered(asked, tokenizer, options) + str(last["content"])
     return _rendered(chat, tokenizer, options)

@@ -161,7 +161,7 @@ def llamacpp(arguments: argparse.Namespace) -> Server:
 
 
 def vllm(arguments: argparse.Namespace) -> Server:
-    """Return vLLM's server, in bfloat16 and as `peers.vllm_cpu` runs it."""
+    """Return vLLM's server, in bfloat16 and as `peers.vllm_cpu` runs it. Not yet tried."""
     root = PEERS["vllm"].root
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     environment = [f"VLLM_CPU_OMP_THREADS_BIND={cores}", "VLLM_CPU_NUM_OF_RESERVED_CPU=0", "VLLM_CPU_KVCACHE_SPACE=4"]
@@ -249,7 +249,7 @@ def simulated(limit: float, speed: float, seed: int) -> list[float]:
 
 
 def overhead(arguments: argparse.Namespace) -> None:
-    """Measure many streams as chats with tools, whose calls and thoughts are read, and as completions, in turn."""
+    """Measure many streams as chats with tools, searched for calls and thoughts, and as completions, in turn."""
     with running(server := ours(arguments)) as url:
         assert server.process is not None
         first, rng = Agent(url, 0, prompt=1_000).body(), random.Random(1)

@@ -117,7 +117,7 @@ class ChatAnswer(ABC, Generic[B]):
     def expect_next(self, service: Service, output: RequestOutput) -> None:
         """Compute what the next question will begin with, if that is not cached. Called in the event loop at the
         answer's end."""
-        if self.form is not None and self.generation.params.n == 1:  # else a template has nothing to change
+        if self.form is not None and self.generation.params.n == 1:  # plain texts are not changed
             expect_question(service, self._rendered, self.generation, output, self.new_blocks())
 
 

@@ -63,6 +63,13 @@ BARE = (
     "{{ k }}:{{ bare(x) }}{{ '' if loop.last else ',' }}{% endfor %}{{ '}' }}{% elif v is sequence %}[{% for x in v %}"
     "{{ bare(x) }}{{ '' if loop.last else ',' }}{% endfor %}]{% else %}{{ v | tojson }}{% endif %}{% endmacro %}"
 )
+M3 = "]<]minimax[>["
+NESTED = (
+    "{% macro nested(v) %}{% if v is mapping %}{% for k, x in v.items() %}"
+    "{{ m3 }}<{{ k }}>{{ nested(x) }}{{ m3 }}</{{ k }}>{% endfor %}"
+    "{% elif v is iterable and v is not string %}{% for x in v %}{{ m3 }}<item>{{ nested(x) }}{{ m3 }}</item>"
+    "{% endfor %}{% else %}{{ v if v is string else v | tojson }}{% endif %}{% endmacro %}"
+).replace("{{ m3 }}", M3)
 DEEPSEEK: dict[str, Any] = {
     "begin": "<｜tool▁calls▁begin｜>",
     "end": "<｜tool▁calls▁end｜>",
@@ -122,6 +129,15 @@ TEMPLATES = {
         end="</minimax:tool_call>",
         start="]~b]ai\n",
         stop="[e~[\n",
+    ),
+    "minimax-m3": NESTED
+    + chat(
+        f'{M3}<invoke name="{{{{ f.name }}}}">{{{{ nested(f.arguments) }}}}{M3}</invoke>{_text(chr(10))}',
+        begin=f"{M3}<tool_call>\n",
+        end=f"{M3}</tool_call>",
+        start="]~b]ai\n",
+        stop="[e~[\n",
+        thoughts=("<mm:think>", "</mm:think>"),
     ),
     "seed-oss": chat(
         _text("<seed:tool_call>\n<function=")

@@ -13,7 +13,7 @@ from inflight.server.chat_format.learned import LEARNED
 from tests.grammar.helpers import compiler, walk
 from tests.server.chat_format.fuzz_calls import Fuzzer
 from tests.server.chat_format.pieces import CallDelta, Reasoning, read_all
-from tests.server.chat_format.templates import TEMPLATES, chat, each, written
+from tests.server.chat_format.templates import M3, TEMPLATES, chat, each, written
 from tests.server.chat_format.test_notations import NOTATIONS, form_of, tokenizer_of
 from tests.server.chat_format.test_template_reader import NAMES, TOOLS, parts_of
 from tests.text.tokenizers_for_tests import byte_level
@@ -163,3 +163,26 @@ def test_what_a_grammar_lets_a_model_write_is_a_call(name: str) -> None:
             jsonschema.validate(part[1], schema)
             called.add(part[0])
     assert called == {"weather", "get-time.v2"}
+
+
+def test_values_within_values_have_the_types_of_their_schema() -> None:
+    number, text = {"type": "integer"}, {"type": "string"}
+    inner = {"type": "object", "properties": {"n": number, "s": text, "l": {"type": "array", "items": number}}}
+    properties = {"o": {"$ref": "#/$defs/inner"}, "all": {"type": "array", "items": {"$ref": "#/$defs/inner"}}}
+    schema = {"type": "object", "properties": properties, "$defs": {"inner": inner}}
+    tools = [{"type": "function", "function": {"name": "get_weather", "parameters": schema}}]
+    known = learned(TEMPLATES["minimax-m3"])
+
+    def read(text: str) -> tuple[Any, ...]:
+        return parts_of(read_all(known.reader("", tools, ["get_weather"]), [text]))
+
+    given = {"o": {"n": 1, "s": "1", "l": []}, "all": [{"l": [2, 3]}, {"s": "", "n": -1}], "more": {"a": [True, "x"]}}
+    text = written("minimax-m3", ("get_weather", given))
+    assert read(text) == (("get_weather", given),)
+    for wrong in (
+        text.replace(f"{M3}<n>1{M3}</n>", f"{M3}<n>1"),
+        text.replace(f"{M3}<n>", f"and {M3}<n>"),
+        text.replace(f"{M3}<n>1", f"{M3}<s>2{M3}</s>{M3}<n>1"),
+        written("minimax-m3", ("get_weather", {"o": given["o"]})).replace(f"{M3}<o>", f"{M3}<o>" + 200 * f"{M3}<a>"),
+    ):
+        assert not any(isinstance(part, tuple) for part in read(wrong))

@@ -91,7 +91,11 @@ def _harmony(call: tuple[str, Mapping[str, Any]]) -> str:
 def notation_of(name: str) -> Notation:
     """One that is learned: the template is the writer."""
     call = written(name, ("weather", {"city": "Rome", "days": 1}))
-    marks = [each for each in re.findall(r"</?[^<>]*>|\[/?[A-Z_]+\]", call) if not re.search("weather|city|days", each)]
+    marks = [
+        each
+        for each in re.findall(r"\]<\]minimax\[>\[|</?[^<>]*>|\[/?[A-Z_]+\]", call)
+        if not re.search("weather|city|days", each)
+    ]
     learned = call_format_of(TEMPLATES[name])
     assert learned is not None
     said = "<|START_RESPONSE|>" if name == "command-a" else ""

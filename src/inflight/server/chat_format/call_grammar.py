@@ -17,7 +17,7 @@ from typing import Any, TypeAlias
 from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.grammar.json_schema import checked_schema
 from inflight.grammar.marks import pieces_of, quoted, written_mark
-from inflight.server.chat_format.families import BareJson, CallFormat, KeywordArguments, MarkedArguments, head_of
+from inflight.server.chat_format.families import ITEM, BareJson, CallFormat, KeywordArguments, MarkedArguments, head_of
 
 Schema: TypeAlias = Mapping[str, Any]
 """A checked schema, enforceable as far as checked."""
@@ -40,6 +40,10 @@ _ALONE = ("$ref", "enum", "const", "anyOf")
 """Keywords beside which no other is enforced, except an enum's type."""
 _NUMBERS = ("integer", "number", "boolean", "null")
 NOT_IN_TEXTS = ("pattern", "format")
+OTHER = "argument"
+"""Stands for a name that is not known, where a mark repeats it; readers ignore which it is."""
+_MOST_NESTED = 8
+"""Most objects and arrays around a value between marks."""
 _OF_ROOTS = {"type", "properties", "required", "additionalProperties", "$defs", "definitions", "x-guidance"}
 
 
@@ -93,22 +97,30 @@ def calls_grammar(
     elif not begin:
         first = ["start: TEXT | calls", r"TEXT: /[ \n\r\t]*([^{ \n\r\t](.|\n)*)?/"]
     else:
-        first = _free_text(begin, pieces_of(call_format.begin, tokens)[0], "+" if is_repeated else "")
+        first = _free_text(call_format.begin, tokens, "+" if is_repeated else "")
     return StructuredOutput(grammar="\n".join([*first, *_calls(call_format, schemas, tokens, is_parallel), ""]))
 
 
-def _free_text(begin: str, first: str | int, repeated: str) -> list[str]:
+def _free_text(begin: str, tokens: Mapping[str, int], repeated: str) -> list[str]:
     """Return rules for any text up to a marker. If the marker begins with a token, the text may contain any other token
     (such as those around reasoning)."""
-    if isinstance(first, str):
-        rules = ["start: TEXT | (opener calls)" + repeated, f"opener[lazy]: TEXT {begin}"]
+    before, token, mark = _at_token(begin, tokens)
+    if token is None:
+        rules = [f"start: TEXT | (opener calls){repeated}", f"opener[lazy]: TEXT {quoted(before)}"]
+    elif before:
+        rules = [f"start: TEXT | (opener calls){repeated}", f"opener: OPENER {mark}", f"OPENER: TEXT {quoted(before)}"]
     else:
-        rules = [
-            "start: text | (opener calls)" + repeated,
-            f"opener: text {begin}",
-            f"text: (TEXT | <[^{first}]>)*",
-        ]
+        rules = [f"start: text | (opener calls){repeated}", f"opener: text {mark}", f"text: (TEXT | <[^{token}]>)*"]
     return [*rules, r"TEXT: /(.|\n)*/"]
+
+
+def _at_token(mark: str, tokens: Mapping[str, int]) -> tuple[str, int | None, str]:
+    """Divide a mark at its first single token: the text before it, its id (None: there is none), and the rest from it
+    on, written for grammars."""
+    pieces = pieces_of(mark, tokens)
+    before = pieces[0] if isinstance(pieces[0], str) else ""
+    token = next((piece for piece in pieces if isinstance(piece, int)), None)
+    return before, token, written_mark(mark[len(before) :], tokens)
 
 
 def _calls(
@@ -213,12 +225,12 @@ def marked_arguments(
             raise ValueError(f"the schema {value!r} of {key!r} {NOT_ENFORCED}")
         value = {**value, **_shared(schema)}
         meant = resolved(value, value)
-        if notation.begin_other and not (_is_text(meant) or any(isinstance(each, str) for each in _choices(meant))):
+        if notation.begin_other and not (may_be_text(meant) or any(isinstance(each, str) for each in _choices(meant))):
             begin = f"{written_mark(before, tokens)} {quoted(key)} {written_mark(other, tokens)}"
-        yield from _value(name, begin, key, value, notation.end, tokens)
+        yield from _value(name, begin, key, value, notation, tokens)
     if others:
         begin = f"{written_mark(before, tokens)} /[A-Za-z_][A-Za-z0-9_.-]*/ {written_mark(behind, tokens)}"
-        yield from _value(f"{rule}_other", begin, "", {"type": "string"}, notation.end, tokens)
+        yield from _value(f"{rule}_other", begin, OTHER, {"type": "string"}, notation, tokens)
 
 
 def _properties_of(schema: Mapping[str, Any]) -> tuple[Mapping[str, Any], Sequence[str], bool]:
@@ -269,15 +281,27 @@ def _shared(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _value(
-    rule: str, begin: str, key: str, schema: Mapping[str, Any], end: str, tokens: Mapping[str, int]
+    rule: str, begin: str, key: str, schema: Mapping[str, Any], notation: MarkedArguments, tokens: Mapping[str, int]
 ) -> Iterator[str]:
-    meant = resolved(schema, schema)
-    choices = _choices(meant)
+    meant, end = resolved(schema, schema), notation.end.replace("{key}", key)
+    choices, types = _choices(meant), types_of(meant)
+    is_text = may_be_text(meant) or (notation.is_nested and not types and not choices)
     if "enum" in meant and not choices:
         raise ValueError(f"the enum of {key!r} has no values")
     if choices and all(isinstance(each, str) for each in choices):
         yield f"{rule}: {begin} ({' | '.join(map(quoted, choices))}) {written_mark(end, tokens)}"
-    elif not _is_text(meant):
+    elif notation.is_nested and not is_text and {"array", "object"} & {*types}:
+        if rule.count("_in") >= _MOST_NESTED:
+            raise ValueError(f"the depth of {key!r} {NOT_ENFORCED}")
+        yield f"{rule}: {begin} {rule}_in{'*' if types == ('array',) else ''} {written_mark(end, tokens)}"
+        if types == ("object",):
+            yield from marked_arguments(f"{rule}_in", {**meant, **_shared(schema)}, notation, tokens)
+        elif types == ("array",) and meant.keys() <= {"type", "items", *ANNOTATIONS, *_shared(schema)}:
+            mark = written_mark(notation.begin.replace("{key}", ITEM), tokens)
+            yield from _value(f"{rule}_in", mark, ITEM, {**meant.get("items", {}), **_shared(schema)}, notation, tokens)
+        else:
+            raise ValueError(f"the schema of {key!r} {NOT_ENFORCED}")
+    elif not is_text:
         yield f"{rule}: {begin} {rule}_json {written_mark(end, tokens)}"
         yield f"{rule}_json: {json_rule(schema)}"
     else:
@@ -285,11 +309,9 @@ def _value(
             if name in meant:
                 raise ValueError(f"{name!r} of {key!r} {NOT_ENFORCED}")
         text = rf"/(.|\n){{{meant.get('minLength', 0)},{meant.get('maxLength', '')}}}/"
-        pieces = pieces_of(end, tokens)
-        is_token = [isinstance(each, int) for each in pieces]
-        if any(is_token):  # no text contains it
-            before = "".join(map(str, pieces[: is_token.index(True)]))
-            yield f"{rule}: {begin} {rule.upper()} {written_mark(end[len(before) :], tokens)}"
+        before, token, mark = _at_token(end, tokens)
+        if token is not None:  # no text contains it
+            yield f"{rule}: {begin} {rule.upper()} {mark}"
             yield f"{rule.upper()}: {text} {quoted(before)}"
         else:
             yield f"{rule}: {begin} {rule}_text"
@@ -301,12 +323,17 @@ def _choices(schema: Mapping[str, Any]) -> list[Any]:
     return list(schema.get("enum", [schema["const"]] if "const" in schema else []))
 
 
-def _is_text(schema: Mapping[str, Any]) -> bool:
-    """Whether a value may be a string; then it is one, whatever else it may be."""
+def types_of(schema: Mapping[str, Any]) -> tuple[str, ...]:
+    """The types that a schema names, itself or in alternatives; (): any."""
     types = schema.get("type", ())
-    return "string" in ([types] if isinstance(types, str) else types) or any(
-        isinstance(each, Mapping) and _is_text(each) for each in (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
-    )
+    choices = (*schema.get("anyOf", ()), *schema.get("oneOf", ()))
+    inner = (each for choice in choices if isinstance(choice, Mapping) for each in types_of(choice))
+    return (*([types] if isinstance(types, str) else types), *inner)
+
+
+def may_be_text(schema: Mapping[str, Any]) -> bool:
+    """Whether a value may be a string; then it is one, whatever else it may be."""
+    return "string" in types_of(schema)
 
 
 class BareArguments:

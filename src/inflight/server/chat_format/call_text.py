@@ -24,6 +24,7 @@ from transformers.utils.chat_parsing import response_templates as hf
 from transformers.utils.chat_parsing.content_parsers import process_field
 
 from inflight.contracts.api.options import is_text
+from inflight.server.chat_format.nested_arguments import read_nested
 from inflight.server.wire.api_errors import ApiError
 
 logger = logging.getLogger(__name__)
@@ -142,7 +143,8 @@ class CallText:
         self._tools, self._names = list(tools), names
         self._default: dict[str, Any] | None = None if is_bare else {}
         self.open_first = regex.compile(rf"{field.open_re.pattern}|\G\s*+(?=\{{)") if is_bare else field.open_re
-        self._keys = {tool["function"]["name"]: _keys_of(tool["function"].get("parameters")) for tool in tools}
+        self._schemas = {tool["function"]["name"]: tool["function"].get("parameters") for tool in tools}
+        self._keys = {name: _keys_of(schema) for name, schema in self._schemas.items()}
         self.is_json = field.content == "json" and not field.content_args.keys() & {"string_delims", "python_calls"}
         begin, end = (r"[{\[]", r"[}\]]") if field.content == "json" else ("", "")
         pattern = field.content_args.get("tag_pattern", "")
@@ -151,6 +153,7 @@ class CallText:
         self._is_marked = value is not None and "(?P<key>" in pattern[: value.start()]
         if value is not None and self._is_marked:
             begin, end = f"(?:{pattern[: value.start()]})", f"(?:{pattern[value.end() :]})"
+        self._marks = regex.compile(begin, regex.DOTALL)
         self._between = regex.compile(rf"{end}\s*{begin}", regex.DOTALL)
         self._begins = regex.compile(rf"\s*(?:{begin}|\Z)" if self._is_marked else rf"\s*{begin}", regex.DOTALL)
         self._ends = regex.compile(rf"(?r){end}\s*", regex.DOTALL)
@@ -201,6 +204,10 @@ class CallText:
     def _prepared(self, body: str, name: str | None) -> tuple[str, hf.ResponseTemplateField]:
         """The text between a call's marks in a form that the library reads completely, and the field for it."""
         args = self.field.content_args
+        if args.get("nested_values"):
+            marks = self._search(self._marks.finditer, body)
+            written = read_nested(body, marks, self._schemas.get(name or ""))
+            return json.dumps(written), replace(self.field, content="json", content_args={})
         if self._is_marked:
             return json.dumps(self._marked(body, name)), replace(self.field, content="json", content_args={})
         if (delims := args.get("string_delims", [])) or args.get("unquoted_keys"):

@@ -21,6 +21,9 @@ Field: TypeAlias = Mapping[str, Any]
 NO_ANCHOR = {"start_anchor_pattern": r"(?!)"}
 """The beginning of answers is unknown; see `AnswerTemplate.reader`."""
 
+ITEM = "item"
+"""The name of an array's values, see `MarkedArguments`."""
+
 CHATML = "<|im_start|>assistant\n"
 _CALL = {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}}
 _NAMED = {"type": "function", "function": "{content}"}
@@ -29,7 +32,8 @@ _THINK = {"open": "<think>", "close": "</think>"}
 
 @dataclass(frozen=True, slots=True)
 class MarkedArguments:
-    """Arguments that are written one by one; in `begin`, "{key}" stands for an argument's name.
+    """Arguments that are written one by one; in `begin` and `end`, "{key}" stands for an argument's name. If `end` has
+    it, objects and arrays are written in the same way within a value, an array's values with the name `ITEM`.
 
     Attributes:
         begin_other: the same before values that are not strings; "": `begin`.
@@ -38,6 +42,11 @@ class MarkedArguments:
     begin: str
     end: str
     begin_other: str = ""
+
+    @property
+    def is_nested(self) -> bool:
+        """Whether values within values are written like arguments."""
+        return "{key}" in self.end
 
 
 @dataclass(frozen=True, slots=True)

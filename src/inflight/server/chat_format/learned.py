@@ -63,7 +63,7 @@ _IDS: Sequence[tuple[int | str | None, Callable[[str, int], str]]] = (
 _MENTIONED = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Marks of reasoning in templates that only remove it."""
 
-_MARK = re.compile(r"<[^<>\s][^<>]*>|\[/?[A-Z][A-Z_]*\]")
+_MARK = re.compile(r"(?:\]<\]\w+\[>\[)?<[^<>\s][^<>]*>|\[/?[A-Z][A-Z_]*\]")
 _UNITS = re.compile(rf"{_MARK.pattern}|\s+|\w+|.", re.DOTALL)
 _SPACE = r"\s{0,8}"
 _PLACE = re.compile(r"(\{(?:name|key|index|id)\})")
@@ -352,6 +352,7 @@ def _arguments_in(text: str, number: int) -> MarkedArguments | BareJson | None:
         _span(text, None, 0)
         return None
     _, before, first, between, second, behind = _between(text, "{name}", *words)
+    between, behind = between.replace(words[0], "{key}"), behind.replace(words[2], "{key}")
     mark = first[1:]
     if before.strip() == "{" and first == second == f":{mark}" and mark and between == f"{mark},":
         return BareJson(mark)
@@ -359,16 +360,19 @@ def _arguments_in(text: str, number: int) -> MarkedArguments | BareJson | None:
     end = end if len(begin) + len(end) <= len(between) else end.rstrip()
     if first != second or not begin or not end.strip() or between[len(end) : len(between) - len(begin)].strip():
         raise ValueError("arguments are not written between marks")
+    if "{key}" in end and end.replace("</", "<") != f"{begin}{{key}}{first}":
+        raise ValueError("an argument's end differs from its beginning")
     other = first if number == 1 else _between(text, *map(str, next(iter(ARGUMENTS[1].items()))))[1]
     return MarkedArguments(f"{begin}{{key}}{first}", end, "" if other == first else f"{begin}{{key}}{other}")
 
 
 def _span(text: str, arguments: MarkedArguments | BareJson | None, number: int) -> tuple[int, int]:
     """Where the arguments of a call stand. Raises ValueError if they are written in another way."""
-    (key, _), (_, last) = ARGUMENTS[number].items()
+    (key, _), (last_key, last) = ARGUMENTS[number].items()
     place, end = text.index(key), text.index(last) + len(last)
     if isinstance(arguments, MarkedArguments):
-        end += len(arguments.end if text.startswith(arguments.end, end) else arguments.end.rstrip())
+        written_end = arguments.end.replace("{key}", last_key)
+        end += len(written_end if text.startswith(written_end, end) else written_end.rstrip())
         return place - arguments.begin.index("{key}"), end
     begin = text.rindex("{", 0, place)
     if arguments is None:
@@ -411,7 +415,10 @@ def _field_of(form: CallFormat) -> Field:
             opened = rf"{opened.removesuffix(_SPACE)}{_SPACE}(?={re.escape(before_key)}|{close})"
             behinds = "|".join(_edged(each) for each in dict.fromkeys((behind, other.partition("{key}")[2] or behind)))
             key = _pattern(f"{before_key}{{key}}{behind}").removesuffix(_pattern(behind))
-            more["content_args"] = {"tag_pattern": rf"{key}(?:{behinds})(?P<value>.*?){_edged(end.rstrip())}"}
+            ended = _edged(end.rstrip()).replace("(?P<key>", "(?:")
+            more["content_args"] = {"tag_pattern": rf"{key}(?:{behinds})(?P<value>.*?){ended}"}
+            if form.arguments.is_nested:
+                more["content_args"]["nested_values"] = True
         case BareJson(mark):
             more["content_args"] = {"unquoted_keys": True, "string_delims": [[mark, mark]]}
     if head.endswith("{name}") and not isinstance(form.arguments, MarkedArguments):

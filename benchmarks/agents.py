@@ -161,13 +161,15 @@ def llamacpp(arguments: argparse.Namespace) -> Server:
 
 
 def vllm(arguments: argparse.Namespace) -> Server:
-    """Return vLLM's server, in bfloat16 and as `peers.vllm_cpu` runs it. Not yet tried."""
+    """Return vLLM's server, in bfloat16 and as `peers.vllm_cpu` runs it. (Its script does not start in builds that have
+    another package's name.)"""
     root = PEERS["vllm"].root
     cores = ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
     environment = [f"VLLM_CPU_OMP_THREADS_BIND={cores}", "VLLM_CPU_NUM_OF_RESERVED_CPU=0", "VLLM_CPU_KVCACHE_SPACE=4"]
     environment += [f"PATH={root / 'bin'}:{os.environ['PATH']}", f"LD_PRELOAD={root / 'lib' / 'libiomp5.so'}"]
-    command = ["env", *environment, str(root / "bin" / "vllm"), "serve", str(model_folder(arguments.model))]
-    command += ["--port", "{port}", "--dtype", "bfloat16", "--max-model-len", "32768", "--enable-prefix-caching"]
+    command = ["env", *environment, str(root / "bin" / "python"), "-m", "vllm.entrypoints.openai.api_server"]
+    command += ["--model", str(model_folder(arguments.model)), "--port", "{port}", "--dtype", "bfloat16"]
+    command += ["--max-model-len", "32768", "--enable-prefix-caching"]
     command += ["--enable-prompt-tokens-details", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
     return Server("vllm", command, ())
 

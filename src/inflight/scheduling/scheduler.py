@@ -326,9 +326,15 @@ class Scheduler:
         return progress
 
     def discard(self) -> None:
-        """Discard the step in flight, if any: none of it was computed, and its spans are planned again."""
-        if self._in_flight is not None:
-            self._release_failed_step(self._in_flight)
+        """Discard the step in flight, if any: its spans are planned again. States that belong to slots may have advanced
+        in some layers, so these sequences start over."""
+        if (plan := self._in_flight) is None:
+            return
+        self._release_failed_step(plan)
+        if not self.reuse.can_share:
+            for span in plan.spans:
+                if (sequence := self.sequences.running.get(span.sequence_id)) is not None:
+                    self.reuse.start_over(sequence)
 
     def fail(self, plan: StepPlan) -> list[Sequence]:
         """End every sequence of a failed step with "error", and return them; the step leaves no trace."""

@@ -32,6 +32,7 @@ class Features:
         runs_whole_texts: whether these texts cannot continue from cached blocks.
         is_batch_invariant: whether its bits are the same in any batch.
         keeps_all_tokens: whether some of its attention sees all of a sequence.
+        keeps_states: whether sequences have recurrent states, which advance with every token.
     """
 
     executor: str | None = None
@@ -41,6 +42,7 @@ class Features:
     runs_whole_texts: bool = False
     is_batch_invariant: bool = True
     keeps_all_tokens: bool = True
+    keeps_states: bool = False
 
     @classmethod
     def from_info(cls, info: "ModelInfo") -> "Features":
@@ -53,6 +55,7 @@ class Features:
             runs_whole_texts=info.pooling is not None and not info.can_share_prefixes,
             is_batch_invariant=info.is_batch_invariant,
             keeps_all_tokens=ALL_TOKENS in info.cache_groups,
+            keeps_states=info.state_bytes > 0,
         )
 
     def why_not(self, feature: str) -> str | None:
@@ -101,6 +104,18 @@ REFUSALS = (
         "a model that runs as rows or sequentially",
         lambda model: model.executor in ("rows", "sequential"),
         "it cannot take back what it has computed for draft tokens that turn out wrong",
+    ),
+    Refusal(
+        (SPECULATION, DRAFT_MODEL),
+        "a model with recurrent states",
+        lambda model: model.keeps_states,
+        "they cannot go back to where draft tokens turn out wrong",
+    ),
+    Refusal(
+        (PREFIX_STORE,),
+        "a model with recurrent states",
+        lambda model: model.keeps_states,
+        "they are not kept for the parts of a sequence",
     ),
     Refusal(
         (SPECULATION,),

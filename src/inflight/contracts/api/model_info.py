@@ -44,6 +44,7 @@ class ModelInfo:
         max_cached_len: the longest sequence that the cache has room for.
         kv_bytes_per_token: cache memory of one token in all layers.
         kv_bytes_per_lasting_token: cache memory of one token outside all windows.
+        state_bytes: memory of a sequence's recurrent states, whatever its length; 0: it has none.
         eos_token_ids: tokens that end a sequence.
         eos_named_by: what names each of them: "configuration", "tokenizer", "chat template", a key of a GGUF file, or
             several of these.
@@ -94,6 +95,7 @@ class ModelInfo:
     pooling: PoolingPlan | None = None
     eos_named_by: tuple[str, ...] = ()
     can_resume: bool = False
+    state_bytes: int = 0
 
     @property
     def forward_pass(self) -> str:

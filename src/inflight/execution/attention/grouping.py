@@ -85,6 +85,8 @@ def group_calls(
         specs: the calls in order.
         bytes_per_block: the bytes that a call takes in the attention backend.
     """
+    if not specs:
+        return Grouping(())
     if not all(spec.is_causal for spec in specs):
         sizes = {(spec.num_kv_heads, spec.head_size, spec.value_head_size) for spec in specs}
         is_transient = len(sizes) == 1 and all(spec.shares_cache_with is None for spec in specs)

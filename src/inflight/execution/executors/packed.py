@@ -25,7 +25,10 @@ from inflight.execution.graph.graph import Graph
 from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
+from inflight.execution.hf.mixer_hook import mix_with
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.mixing import MixingBackend, make_mixing, mix
+from inflight.execution.mixing.elementwise import PlaceFree
 from inflight.execution.ragged_batch import CacheGroupBatch, IntArray, RaggedBatch, to_device
 from inflight.execution.weights.linear_calls import is_watched
 
@@ -91,7 +94,7 @@ class StepAdapters(Protocol):
 
 class PackedExecutor:
     """Runs a `RaggedBatch` as one batch row of T tokens. Every attention call keeps its keys and values in blocks;
-    calls of different cache groups share memory, in different blocks.
+    calls of different cache groups share memory, in different blocks. Sequence mixers keep their states by slot.
 
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
@@ -100,10 +103,10 @@ class PackedExecutor:
             in the cache (`group_calls`).
         min_rows: the least rows of a step on a CPU.
         counting: computes position ids.
+        mixing: runs what mixes tokens besides attention; None: nothing does.
     """
 
     name = "packed"
-    bytes_per_slot = 0
 
     def __init__(
         self,
@@ -112,14 +115,15 @@ class PackedExecutor:
         grouping: Grouping,
         min_rows: int = MIN_PACKED_ROWS,
         counting: Counting = FROM_ZERO,
+        mixing: MixingBackend | None = None,
     ) -> None:
         self.model = model
+        self.mixing = make_mixing((), 0, model.device) if mixing is None else mixing
         self.min_rows = min_rows
         self.backend = backend
         self.grouping = grouping
         self._longrope_length = longrope_length(model.config.get_text_config())
-        takes_logit_rows = "logits_to_keep" in forward_parameters(model)
-        self._forward = plain_forward(model, takes_logit_rows=takes_logit_rows)
+        self._forward = plain_forward(model)
         self.counting = counting
         self._compiled: CompiledGraph | None = None
         self._kept: KeptStates | None = None
@@ -144,7 +148,12 @@ class PackedExecutor:
     def capabilities(self) -> Capabilities:
         """See `Executor`."""
         is_causal = all(spec.is_causal for spec in self.specs)
-        return Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal)
+        return Capabilities(shares_prefixes=is_causal and not self.bytes_per_slot, chunks_prompts=is_causal)
+
+    @property
+    def bytes_per_slot(self) -> int:
+        """See `Executor`."""
+        return self.mixing.bytes_per_slot
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
@@ -164,7 +173,7 @@ class PackedExecutor:
         return [each[block].flatten().view(torch.uint8).numpy().data for each in tensors]
 
     def release(self, slots: Iterable[int]) -> None:
-        """See `Executor`. Nothing is kept by slot."""
+        """See `Executor`. A sequence that begins anew in a slot reads no state of the one before."""
 
     @property
     def needs_torch_threads(self) -> bool:
@@ -193,6 +202,7 @@ class PackedExecutor:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
         self.backend.begin_step(batch)
+        self.mixing.begin_step(batch)
         if copies := batch.plan.copies:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
@@ -229,9 +239,14 @@ class PackedExecutor:
         logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises
         `RuntimeError` if the model does not make the calls that it made at load."""
         self._num_calls, self._num_tokens = 0, num_tokens
+        self.mixing.begin_pass()
         states: list[torch.Tensor] = []
-        with attend_with(self._attend), nullcontext() if self._kept is None else put_last_states(self.model, states):
+        kept = nullcontext() if self._kept is None else put_last_states(self.model, states)
+        place_free = PlaceFree() if self.mixing.handles else nullcontext()
+        with attend_with(self._attend), mix_with(self._mix), kept, place_free:
             logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
+        if self.mixing.num_missing:
+            raise RuntimeError("the model mixes tokens less often than at load")
         if self._num_calls != len(self._calls):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self._calls)} as at load")
         if len(logits) != len(logit_rows):
@@ -251,7 +266,9 @@ class PackedExecutor:
             raise UntraceableError("its position embeddings depend on each sequence's length (LongRoPE)")
         if any(is_watched(module) for module in self.model.modules()):
             raise UntraceableError("there are hooks on its modules")
-        self.backend.begin_step(RaggedBatch.empty(len(self.grouping.parts), self.model.device))
+        nothing = RaggedBatch.empty(len(self.grouping.parts), self.model.device)
+        self.backend.begin_step(nothing)
+        self.mixing.begin_step(nothing)
 
         def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
             return self._run_eagerly(input_ids, positions, logit_rows, len(input_ids))
@@ -309,15 +326,24 @@ class PackedExecutor:
         return output[None]
 
 
-def plain_forward(model: PreTrainedModel, *, takes_logit_rows: bool) -> Callable[..., torch.Tensor]:
+    def _mix(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Handle the model's next call of a function that mixes tokens."""
+        return mix(name, self.mixing, *args, **kwargs)
+
+
+def plain_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
     """The model's own forward pass over one row: token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to
     logits `[R, V]` in the model's dtype."""
 
+    parameters = forward_parameters(model)
+    takes_logit_rows, takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
+        if takes_positions:
+            options["position_ids"] = positions[None]
         logits: torch.Tensor = model(
             input_ids=input_ids[None],
-            position_ids=positions[None],
             attention_mask=None,
             use_cache=False,
             return_dict=True,

@@ -38,7 +38,7 @@ items per call."""
 
 ENUMERATORS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.strided: 0}
 """Torch's numbers of memory formats and layouts."""
-HANDLES = ("linear", "call", "experts", "step", "exchange")
+HANDLES = ("linear", "call", "experts", "step", "exchange", "mixer")
 """Arguments of our operators that are handles."""
 MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
 """Substrings of torch's operator names that are worth several threads."""

@@ -34,7 +34,7 @@ class Node:
     @property
     def is_pure(self) -> bool:
         """Whether it has no side effects. Some of our operators write into the cache."""
-        return self.operator.namespace == "aten" and not self.mutates
+        return (self.operator.namespace == "aten" or self.name == "inflight::activate") and not self.mutates
 
     @property
     def grows(self) -> bool:

@@ -28,6 +28,10 @@ UNREPEATABLE = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape,
 """Tags of operators whose results, or whose shapes, depend on more than the shapes of their arguments."""
 
 
+MAY_COPY = (torch.ops.aten.reshape.default, torch.ops.aten.contiguous.default)
+"""Operators that copy a tensor, or not, as its strides require."""
+
+
 class UntraceableError(Exception):
     """A forward pass cannot be traced. The message is the reason, in words after "because"."""
 
@@ -112,6 +116,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             raise UntraceableError(f"it depends on the values of tensors ({func})")
         arguments = tuple(map(self.traced, given))  # before the operator writes into them
         result = _run(func, args, kwargs, given)
+        if func in MAY_COPY and memory_of(result) != memory_of(given[0]):
+            with self:  # of one row they would be views, at another place in memory
+                return given[0].clone(memory_format=torch.contiguous_format).view(result.shape)
         results = () if result is None else result if isinstance(result, list | tuple) else (result,)
         if not all(isinstance(each, torch.Tensor) for each in results):
             raise UntraceableError(f"it depends on the values of tensors ({func})")

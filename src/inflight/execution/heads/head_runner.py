@@ -20,7 +20,7 @@ from inflight.execution.executors import PackedExecutor
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.heads.mtp_head import MtpHead, load_mtp_head
 from inflight.execution.model_runner import ModelRunner, by_span
-from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_attention_calls
+from inflight.execution.preparation.attention_calls import DRY_RUN_LENGTH, find_calls
 from inflight.execution.preparation.prepare import round_as_asked
 from inflight.execution.ragged_batch import RaggedBatch, cache_indices, to_device
 from inflight.execution.sampling.sampler import Sampler
@@ -108,7 +108,7 @@ def _prepared(head: MtpHead, config: EngineConfig) -> PackedExecutor:
     length = min(DRY_RUN_LENGTH, model.config.max_position_embeddings)
     head.states = torch.zeros(length, model.config.hidden_size, dtype=model.dtype, device=model.device)
     with watch_linears(model) as calls:
-        specs, _ = find_attention_calls(model, length)
+        specs = find_calls(model, length).specs
     if prepacks:
         prepack_linears(model, calls, weight_format)
         prepack_routers(model)

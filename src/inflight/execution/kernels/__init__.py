@@ -81,6 +81,27 @@ def _describe_operators() -> None:
     def attend(query: torch.Tensor, sinks: torch.Tensor | None, call: int, value_head_size: int) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value_head_size)
 
+    def convolve(
+        x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, mixer: int
+    ) -> torch.Tensor:
+        return x.new_empty(x.shape)
+
+    def recur(
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor | None,
+        skip: torch.Tensor | None,
+        rates: torch.Tensor | None,
+        is_delta: bool,
+        normalizes: bool,
+        scale: float,
+        dtype: torch.dtype,
+        mixer: int,
+    ) -> torch.Tensor:
+        return value.new_empty(value.shape, dtype=dtype)
+
     def activate(x: torch.Tensor, activation: str, variant: str) -> torch.Tensor:
         return x.new_empty(x.shape)
 
@@ -124,3 +145,5 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
     torch.library.register_fake("inflight::activate", activate)
+    torch.library.register_fake("inflight::convolve", convolve)
+    torch.library.register_fake("inflight::recur", recur)

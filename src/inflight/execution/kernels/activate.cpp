@@ -8,6 +8,8 @@ namespace inflight {
 
 Floats relu(Floats x) { return x < 0.f ? Floats{} : x; }
 Floats swish(Floats x) { return x / (exp(-x) + 1.f); }
+Floats sigmoid(Floats x) { return 1.f / (exp(-x) + 1.f); }
+Floats softplus(Floats x) { return (x > 0.f ? x : Floats{}) + log1p_to_one(exp(x > 0.f ? -x : x)); }
 Floats gelu_tanh(Floats x) {
   const Floats inner = (x + x * x * x * 0.044715f) * 0.7978845608f;
   return x * 0.5f * (tanh(inner) + 1.f);
@@ -46,6 +48,9 @@ Activation find_activation(std::string_view activation, std::string_view variant
   if (activation == "none") return nullptr;
   if (activation == "relu") return relu;
   if (activation == "swish") return swish;
+  if (activation == "sigmoid") return sigmoid;
+  if (activation == "softplus") return softplus;
+  if (activation == "exp") return [](Floats x) { return exp(x); };
   CHECK(activation == "gelu", "there is no activation '", activation, "'");
   return variant == "tanh" ? gelu_tanh : gelu;
 }

@@ -14,11 +14,13 @@ Floats relu(Floats x);
 Floats swish(Floats x);
 Floats gelu(Floats x);
 Floats gelu_tanh(Floats x);
+Floats sigmoid(Floats x);
+Floats softplus(Floats x);
 
 // nullptr for "none".
 Activation find_activation(std::string_view activation, std::string_view variant);
 
-// "relu", "swish", or "gelu" with the variant "none" or "tanh", of float32 or bfloat16.
+// "relu", "swish", "sigmoid", "softplus", "exp", or "gelu" with the variant "none" or "tanh", of float32 or bfloat16.
 Tensor activate(const Tensor& x, std::string_view activation, std::string_view variant);
 
 }  // namespace inflight

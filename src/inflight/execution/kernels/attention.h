@@ -5,11 +5,11 @@
 
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "attend_tile.h"
+#include "current.h"
 
 namespace inflight {
 
@@ -34,22 +34,7 @@ struct Step {
   std::vector<GroupStep> groups;
 };
 
-// A backend's current step. A running call keeps its step if another thread begins one.
-class CurrentStep {
- public:
-  std::shared_ptr<const Step> get() const {
-    const std::lock_guard lock(mutex_);
-    return step_;
-  }
-  void set(std::shared_ptr<const Step> step) {
-    const std::lock_guard lock(mutex_);
-    step_ = std::move(step);
-  }
-
- private:
-  mutable std::mutex mutex_;
-  std::shared_ptr<const Step> step_ = std::make_shared<Step>();
-};
+using CurrentStep = Current<Step>;
 
 struct Call {
   Shape shape;

@@ -14,6 +14,7 @@
 #include "grouped.h"
 #include "grouped_linear.h"
 #include "linear.h"
+#include "mixers.h"
 #include "program.h"
 #include "sample.h"
 #include "threads.h"
@@ -86,6 +87,29 @@ void write(const Tensor& key, const Tensor& value, int64_t call) { inflight::wri
 
 Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t call, int64_t) {
   return inflight::attend(*calls.get(call), query, sinks);
+}
+
+Registry<Current<MixerStep>> mixer_steps;
+Registry<Mixer> mixers;
+
+int64_t new_mixer_step() { return mixer_steps.add(std::make_shared<Current<MixerStep>>()); }
+void delete_mixer_step(int64_t step) { mixer_steps.remove(step); }
+void begin_mixing(int64_t step, const Tensor& spans) { inflight::begin_mixing(*mixer_steps.get(step), spans); }
+int64_t new_mixer(int64_t step, const Tensor& states) {
+  return mixers.add(std::make_shared<Mixer>(Mixer{states, mixer_steps.get(step)}));
+}
+void delete_mixer(int64_t mixer) { mixers.remove(mixer); }
+
+Tensor convolve(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias, std::string_view activation,
+                int64_t mixer) {
+  return inflight::convolve(*mixers.get(mixer), x, weight, bias, activation);
+}
+
+Tensor recur(const Tensor& query, const Tensor& key, const Tensor& value, const Tensor& decay,
+             const std::optional<Tensor>& beta, const std::optional<Tensor>& skip, const std::optional<Tensor>& rates,
+             bool is_delta, bool normalizes, double scale, ScalarType dtype, int64_t mixer) {
+  const Recurrence given{query, key, value, decay, beta, skip, rates, is_delta, normalizes, float(scale)};
+  return inflight::recur(*mixers.get(mixer), given, dtype);
 }
 
 int64_t new_linear(const Tensor& panels, const std::optional<Tensor>& bias, const std::optional<Tensor>& scales,
@@ -314,6 +338,14 @@ const InflightOperator operators[] = {
     anywhere<delete_call>("delete_call(int call) -> ()"),
     on_cpu<write>("write(Tensor key, Tensor value, int call) -> ()"),
     on_cpu<attend>("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor"),
+    anywhere<new_mixer_step>("new_mixer_step() -> int"),
+    anywhere<delete_mixer_step>("delete_mixer_step(int step) -> ()"),
+    anywhere<begin_mixing>("begin_mixing(int step, Tensor spans) -> ()"),
+    anywhere<new_mixer>("new_mixer(int step, Tensor states) -> int"),
+    anywhere<delete_mixer>("delete_mixer(int mixer) -> ()"),
+    on_cpu<convolve>("convolve(Tensor x, Tensor weight, Tensor? bias, str activation, int mixer) -> Tensor"),
+    on_cpu<recur>("recur(Tensor query, Tensor key, Tensor value, Tensor decay, Tensor? beta, Tensor? skip, Tensor? "
+                  "rates, bool is_delta, bool normalizes, float scale, ScalarType dtype, int mixer) -> Tensor"),
     anywhere<inflight::has_panels>("has_panels(ScalarType dtype) -> bool"),
     anywhere<new_linear>("new_linear(Tensor panels, Tensor? bias, Tensor? scales, int in_features, int out_features, "
                          "str activation, str variant) -> int"),

@@ -184,6 +184,19 @@ inline Floats exp(Floats x) {
 #endif
 }
 
+// log(1 + x) for x from 0 to 1, to about two units in the last place. After Cephes' logf, and Kahan for small x.
+inline Floats log1p_to_one(Floats x) {
+  const Floats sum = x + 1.f, half = sum > 1.41421356f ? sum * 0.5f : sum;
+  const Floats f = half - 1.f, square = f * f, e = sum > 1.41421356f ? broadcast(1.f) : Floats{};
+  Floats p = broadcast(7.0376836292e-2f);
+  for (const float next : {-1.1514610310e-1f, 1.1676998740e-1f, -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
+                           2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f})
+    p = fused(p, f, broadcast(next));
+  p = fused(p, f * square, fused(e, broadcast(-2.12194440e-4f), square * -0.5f));
+  const Floats log = fused(e, broadcast(0.693359375f), f + p), low = sum - 1.f;
+  return low == 0.f ? x : log * (x / low);
+}
+
 // 2^x for x of about 0 and less, by a polynomial that is off by 7.5e-8 of it at most; 0 instead of denormal numbers.
 inline Floats exp2_to_one(Floats x) {
   constexpr float kLowest = -126;

@@ -1,4 +1,4 @@
-"""Observes attention: the calls of a forward pass, and the outputs of the calling modules.
+"""Observes attention and sequence mixers: the calls of a forward pass, and the outputs of the calling modules.
 
 No model class is special-cased.
 """
@@ -6,7 +6,7 @@ No model class is special-cased.
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.hf.hook import attend_with, attention_sinks
+from inflight.execution.hf.mixer_hook import hook_mixers, mix_with, watch_modules
+from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.mixing import MixerSpec, Recurrence, mix
 from inflight.execution.preparation.agreement import relative_error, rounded_again
 
 _STATES = "hidden_states"
@@ -22,17 +25,47 @@ DRY_RUN_LENGTH = 160
 """Tokens of a dry forward pass: enough for compressed keys (DeepSeek-V4 makes one of every 128) to appear."""
 
 
+class FoundCalls(NamedTuple):
+    """A forward pass's calls that mix tokens.
+
+    Attributes:
+        specs: the attention calls, in order.
+        mixers: the operators of other sequence mixers, in order.
+        modules: those that make these calls, each once, without those within others.
+    """
+
+    specs: tuple[AttentionSpec, ...]
+    mixers: tuple[MixerSpec, ...]
+    modules: tuple[nn.Module, ...]
+
+
+class _MixersFound:
+    """Notes the operators that run, with outputs that are all zeros."""
+
+    def __init__(self) -> None:
+        self.specs: list[MixerSpec] = []
+
+    def convolve(self, x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+        """See `Operators`."""
+        self.specs.append(MixerSpec(False, (weight.shape[1] - 1, x.shape[1])))
+        return torch.zeros_like(x, memory_format=torch.contiguous_format)
+
+    def recur(self, given: Recurrence) -> Tensor:
+        """See `Operators`."""
+        self.specs.append(given.spec)
+        return given.value.new_zeros(given.value.shape, dtype=given.dtype)
+
+
 @torch.inference_mode()
-def find_attention_calls(
-    model: PreTrainedModel, num_tokens: int
-) -> tuple[tuple[AttentionSpec, ...], tuple[nn.Module, ...]]:
-    """Run a dry forward pass of `num_tokens` tokens; return the spec of each attention call in order, and the modules
-    that make these calls, each once.
+def find_calls(model: PreTrainedModel, num_tokens: int) -> FoundCalls:
+    """Run a dry forward pass of `num_tokens` tokens; return the calls that mix tokens.
 
     Raises:
-        ModelError: a packed row cannot replace the calls: there are none, or they have a mask, a position bias, or keys
-            from outside the row.
+        ModelError: a packed row cannot replace the calls: there are none, or they have a mask, a position bias, keys
+            from outside the row, or states of the model's own.
     """
+    hook_mixers(model)
+    mixers = _MixersFound()
     specs: list[AttentionSpec] = []
     modules: list[nn.Module] = []
     given: list[tuple[Tensor, Tensor]] = []  # keys and values of each call
@@ -48,19 +81,28 @@ def find_attention_calls(
         owner = next((i for i, (keys, values) in enumerate(given) if keys is key and values is value), None)
         given.append((key, value))
         specs.append(replace(_attention_spec(module, query, key, value, kwargs, config), shares_cache_with=owner))
-        if module not in modules:
-            modules.append(module)
+        note(module)
         return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
+    def note(module: nn.Module) -> None:
+        if module not in modules:
+            modules.append(module)
+
+    def record_mixer(name: str, *args: Any, **kwargs: Any) -> Any:
+        note(running[-1])
+        return mix(name, mixers, *args, **kwargs)
+
     positions = torch.arange(num_tokens, device=model.device)[None]
-    with attend_with(record):
-        model(input_ids=positions % num_embeddings(model), position_ids=positions, use_cache=False)
-    if not specs:
+    options = {"position_ids": positions} if "position_ids" in forward_parameters(model) else {}
+    with attend_with(record), mix_with(record_mixer), watch_modules(model) as running:
+        model(input_ids=positions % num_embeddings(model), use_cache=False, **options)
+    if not specs and not mixers.specs:
         raise ModelError(
             f"{type(model).__name__} does its attention itself instead of calling the attention function that it is "
             "given, so its sequences cannot be kept apart in a packed row"
         )
-    return tuple(specs), tuple(modules)
+    inner = {each for module in modules for each in module.modules() if each is not module}
+    return FoundCalls(tuple(specs), tuple(mixers.specs), tuple(each for each in modules if each not in inner))
 
 
 def _attention_spec(

@@ -20,6 +20,7 @@ from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
+from inflight.execution.mixing import make_mixing
 from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
@@ -314,7 +315,8 @@ class _Search:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
             attention = backend(block_size)
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
-            return PackedExecutor(model, attention, grouping, report.min_rows, report.counting)
+            mixing = make_mixing(report.mixers, num_slots, model.device)
+            return PackedExecutor(model, attention, grouping, report.min_rows, report.counting, mixing)
 
         return ChosenExecutor(make, backend(config.kv_cache.block_size).name, result, proved_on, report)
 

@@ -131,6 +131,7 @@ def describe(
         recompute_beyond=longrope_length(model.config.get_text_config()),
         can_share_prefixes=executor.capabilities.shares_prefixes,
         can_resume=executor.capabilities.chunks_prompts and not executor.capabilities.shares_prefixes,
+        state_bytes=executor.bytes_per_slot,
         block_size=config.kv_cache.block_size,
         num_blocks=num_blocks,
         cache_groups=tuple(layout.groups),

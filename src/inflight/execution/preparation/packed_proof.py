@@ -43,6 +43,7 @@ from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Coun
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.mixing import MixerSpec, make_mixing
 from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
     FULL_PRECISION,
@@ -60,13 +61,14 @@ from inflight.execution.preparation.agreement import (
 from inflight.execution.preparation.attention_calls import (
     DRY_RUN_LENGTH,
     PlainAttention,
-    find_attention_calls,
+    find_calls,
     num_embeddings,
 )
 from inflight.execution.preparation.proof import (
     IN_A_ROW,
     IN_SHORT,
     NUM_PROOF_BLOCKS,
+    NUM_PROOF_SLOTS,
     PROOF_BLOCK_SIZE,
     Forward,
     PlainModel,
@@ -259,6 +261,7 @@ def prepare_packed(
             raise PrepackingError(model) from error
     return PreparationReport(
         specs=proof.specs,
+        mixers=proof.mixers,
         max_model_len=max_model_len,
         attention_error=attention_error,
         logits_error=logits_error,
@@ -310,11 +313,10 @@ class PackedProof:
     """
 
     specs: tuple[AttentionSpec, ...]
+    mixers: tuple[MixerSpec, ...]
 
     def __init__(self, model: PreTrainedModel, dry_run_length: int, workload: ProofWorkload = IN_A_ROW) -> None:
         name = type(model).__name__
-        if "position_ids" not in forward_parameters(model):
-            raise ModelError(f"{name} takes no position_ids, which a packed row needs to keep sequences apart")
         max_positions = getattr(model.config.get_text_config(), "max_position_embeddings", None) or DRY_RUN_LENGTH
         if max_positions <= max(IN_A_ROW.lengths):
             raise ModelError(
@@ -338,7 +340,11 @@ class PackedProof:
     def _find_calls(self) -> Sequence[nn.Module]:
         use_attention(self.model, "inflight")
         with watch_linears(self.model) as self.linear_calls, multiplied_in_place():
-            self.specs, modules = find_attention_calls(self.model, self._dry_run_length)
+            self.specs, self.mixers, modules = find_calls(self.model, self._dry_run_length)
+        if self.specs and "position_ids" not in forward_parameters(self.model):
+            raise ModelError(
+                f"{type(self.model).__name__} takes no position_ids, which a packed row needs to keep sequences apart"
+            )
         return modules
 
     def divide(self, rank: Rank, release: ReleaseWeight | None) -> None:
@@ -350,7 +356,8 @@ class PackedProof:
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
         """A packed executor with a small cache."""
         backend, grouping = make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs)
-        executor = PackedExecutor(self.model, backend, grouping, counting=self.counting)
+        mixing = make_mixing(self.mixers, NUM_PROOF_SLOTS, self.model.device)
+        executor = PackedExecutor(self.model, backend, grouping, counting=self.counting, mixing=mixing)
         executor.allocate(NUM_PROOF_BLOCKS)
         return executor
 

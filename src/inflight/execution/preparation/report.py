@@ -16,6 +16,7 @@ from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
 from inflight.execution.hf.longrope import longrope_length
+from inflight.execution.mixing import MixerSpec
 from inflight.execution.weights.experts import RouterRows
 from inflight.execution.weights.linear_calls import LinearCalls
 
@@ -88,6 +89,7 @@ class PreparationReport:
 
     Attributes:
         specs: the attention calls of a forward pass, in order; empty where attention is left to the model.
+        mixers: the operators of other sequence mixers, likewise.
         max_model_len: the longest sequence, in tokens, that the model runs exactly.
         logits_error: the largest relative error of the logits; where attention is ours, given the plain attention
             outputs.
@@ -104,6 +106,7 @@ class PreparationReport:
     """
 
     specs: tuple[AttentionSpec, ...] = ()
+    mixers: tuple[MixerSpec, ...] = ()
     max_model_len: int
     logits_error: float
     attention_error: float | None = None

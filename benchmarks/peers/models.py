@@ -204,12 +204,61 @@ def _make_mixture(folder: Path) -> None:
     _save(Qwen3MoeForCausalLM, config, folder)
 
 
+def _make_qwen35(folder: Path) -> None:
+    """The shape of Qwen3.5-0.8B's text model, bfloat16: three layers in four have a gated delta rule."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    config = Qwen3_5TextConfig(
+        vocab_size=248320,
+        hidden_size=1024,
+        intermediate_size=3584,
+        num_hidden_layers=24,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        head_dim=256,
+        linear_num_key_heads=16,
+        linear_num_value_heads=16,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        linear_conv_kernel_dim=4,
+        max_position_embeddings=262144,
+        tie_word_embeddings=True,
+        bos_token_id=248045,
+        eos_token_id=248046,
+        dtype="bfloat16",
+    )
+    _save(Qwen3_5ForCausalLM, config, folder)
+
+
+def _make_lfm2(folder: Path) -> None:
+    """The shape of LFM2-1.2B, bfloat16: ten layers of short convolutions, and six of attention."""
+    from transformers import Lfm2Config, Lfm2ForCausalLM
+
+    attention = (2, 5, 8, 10, 12, 14)
+    config = Lfm2Config(
+        vocab_size=65536,
+        hidden_size=2048,
+        intermediate_size=12288,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        layer_types=["full_attention" if layer in attention else "conv" for layer in range(16)],
+        max_position_embeddings=128000,
+        bos_token_id=1,
+        eos_token_id=7,
+        dtype="bfloat16",
+    )
+    _save(Lfm2ForCausalLM, config, folder)
+
+
 NAMED_MODELS: dict[str, Callable[[Path], None]] = {
     "gpt2": _make_gpt2,
     "qwen3-0.6b": _make_qwen3,
     "qwen3-draft": _make_qwen3_draft,
     "llama-3.2-1b": _make_llama,
     "qwen3-moe": _make_mixture,
+    "qwen3.5-0.8b": _make_qwen35,
+    "lfm2-1.2b": _make_lfm2,
 }
 
 

@@ -13,7 +13,7 @@ namespace inflight {
 namespace {
 
 constexpr int64_t kMostTaps = 16;  // of a convolution
-constexpr int64_t kLeastChannels = 256;  // for a thread of its own
+constexpr int64_t kChannelsAtOnce = 256, kGroups = kChannelsAtOnce / kLanes;
 constexpr int64_t kTokensAtOnce = 32;  // whose queries and keys of a head are prepared together
 constexpr int kVectors = kStateColumns / kLanes;
 // Sums in turn, so that each addition need not wait for the one before.
@@ -71,30 +71,49 @@ class Convolution {
         taps_(weight.size(1)),
         activation_(activation) {}
 
-  // `count` channels, at most kLanes.
+  // `count` channels, at most kChannelsAtOnce.
   void run(const MixerStep& step, int64_t channel, int64_t count) const {
-    Floats weights[kMostTaps], before[kMostTaps] = {};  // of the last taps
-    for (int64_t tap = 0; tap < taps_; ++tap) {
-      float lanes[kLanes] = {};
-      for (int64_t lane = 0; lane < count; ++lane) lanes[lane] = float(weight_[(channel + lane) * taps_ + tap]);
-      weights[tap] = load<Floats>(lanes);
+    const int64_t num_groups = (count + kLanes - 1) / kLanes;
+    Floats weights[kMostTaps][kGroups], biases[kGroups], before[kMostTaps][kGroups];  // of the last taps
+    const auto size = [&](int64_t group) { return std::min<int64_t>(kLanes, count - group * kLanes); };
+    for (int64_t group = 0; group < num_groups; ++group) {
+      const int64_t first = channel + group * kLanes;
+      for (int64_t tap = 0; tap < taps_; ++tap) {
+        float lanes[kLanes] = {};
+        for (int64_t lane = 0; lane < size(group); ++lane) lanes[lane] = float(weight_[(first + lane) * taps_ + tap]);
+        weights[tap][group] = load<Floats>(lanes);
+      }
+      biases[group] = bias_ ? load_some(bias_ + first, size(group)) : Floats{};
     }
-    const Floats bias = bias_ ? load_some(bias_ + channel, count) : Floats{};
+    int64_t oldest = 0;  // the place of the first tap in `before`, a ring
     for (const MixedSpan& span : step.spans) {
-      if (span.from != kFromSpanBefore)
+      if (span.from != kFromSpanBefore) {
+        oldest = 0;
         for (int64_t tap = 0; tap + 1 < taps_; ++tap)
-          before[tap] = span.from < 0 ? Floats{} : load_some(state(span.from, tap) + channel, count);
+          for (int64_t group = 0; group < num_groups; ++group)
+            before[tap][group] =
+                span.from < 0 ? Floats{} : load_some(state(span.from, tap) + channel + group * kLanes, size(group));
+      }
       for (int64_t row = span.row; row < span.end; ++row) {
-        before[taps_ - 1] = load_some(x_ + row * stride_ + channel, count);
-        Floats sum = before[0] * weights[0];
-        for (int64_t tap = 1; tap < taps_; ++tap) sum = fused(before[tap], weights[tap], sum);
-        if (bias_) sum += bias;
-        if (activation_) sum = activation_(rounded_to(sum, Value()));
-        store_some(sum, output_ + row * channels_ + channel, count);
-        for (int64_t tap = 0; tap + 1 < taps_; ++tap) before[tap] = before[tap + 1];
+        const int64_t newest = (oldest + taps_ - 1) % taps_;
+        for (int64_t group = 0; group < num_groups; ++group) {
+          const int64_t first = channel + group * kLanes;
+          before[newest][group] = load_some(x_ + row * stride_ + first, size(group));
+          Floats sum = before[oldest][group] * weights[0][group];
+          for (int64_t tap = 1, place = oldest; tap < taps_; ++tap) {
+            place = place + 1 == taps_ ? 0 : place + 1;
+            sum = fused(before[place][group], weights[tap][group], sum);
+          }
+          if (bias_) sum += biases[group];
+          if (activation_) sum = activation_(rounded_to(sum, Value()));
+          store_some(sum, output_ + row * channels_ + first, size(group));
+        }
+        oldest = (oldest + 1) % taps_;
       }
       if (span.to != kDropped)
-        for (int64_t tap = 0; tap + 1 < taps_; ++tap) store_some(before[tap], state(span.to, tap) + channel, count);
+        for (int64_t tap = 0; tap + 1 < taps_; ++tap)
+          for (int64_t group = 0; group < num_groups; ++group)
+            store_some(before[(oldest + tap) % taps_][group], state(span.to, tap) + channel + group * kLanes, size(group));
     }
   }
 
@@ -112,11 +131,9 @@ template <class Value>
 void convolve_all(const Mixer& mixer, const MixerStep& step, const Tensor& x, const Tensor& weight,
                   const std::optional<Tensor>& bias, Activation activation, const Tensor& output) {
   const Convolution<Value> convolution(mixer.states, x, weight, bias, activation, output);
-  const int64_t num_channels = x.size(1), num_groups = (num_channels + kLanes - 1) / kLanes;
-  const int64_t least = std::max<int64_t>(1, kLeastChannels / kLanes / std::max<int64_t>(1, step.num_rows));
-  for_each_range(num_groups, least, [&](int64_t begin, int64_t end) {
-    for (int64_t group = begin; group < end; ++group)
-      convolution.run(step, group * kLanes, std::min<int64_t>(kLanes, num_channels - group * kLanes));
+  const int64_t num_channels = x.size(1);
+  for_each_item((num_channels + kChannelsAtOnce - 1) / kChannelsAtOnce, [&](int64_t i) {
+    convolution.run(step, i * kChannelsAtOnce, std::min(kChannelsAtOnce, num_channels - i * kChannelsAtOnce));
   });
 }
 

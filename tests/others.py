@@ -1,4 +1,4 @@
-"""Tiny models that cannot run as packed rows (custom attention, recurrent states), drawn like those of the zoo."""
+"""Tiny models with more than usual attention (their own, recurrent states), drawn like those of the zoo."""
 
 from collections.abc import Callable
 from functools import cache
@@ -65,6 +65,7 @@ SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
 """A cache unlike that of any other model."""
 
 ALL = ROWS | STATES | SEQUENTIAL
+"""All but `STATES` cannot run as packed rows."""
 
 
 def _shares_keys(model_type: str, **changes: Any) -> PreTrainedConfig:

@@ -92,7 +92,7 @@ def run(mixing: MixingBackend, steps: Sequence[Sequence[tuple[int, int, int]]], 
         if isinstance(inputs[0], Recurrence):
             output = mixing.recur(laid_out([(inputs[slot], start, end) for slot, start, end in step], padding=3))
         else:
-            x, *others = inputs[0]
+            others = inputs[0][1:]
             rows = torch.cat([inputs[slot][0][start:end] for slot, start, end in step])
             output = mixing.convolve(torch.cat([rows, rows.new_ones(3, rows.shape[1])]), *others)
         assert not output[-3:].any(), "rows of no span are zero"
@@ -204,9 +204,13 @@ def test_dropped_tokens_leave_no_trace(kind: str) -> None:
 def test_wrong_steps_are_refused(spans: Any, reason: str) -> None:
     step = torch.ops.inflight.new_mixer_step()
     mixer = torch.ops.inflight.new_mixer(step, torch.zeros(2, 3 * 5))
-    with pytest.raises(RuntimeError, match=reason):
+
+    def run_step() -> None:
         torch.ops.inflight.begin_mixing(step, torch.tensor(spans))
         torch.ops.inflight.convolve(torch.zeros(8, 5), torch.zeros(5, 4), None, "none", mixer)
+
+    with pytest.raises(RuntimeError, match=reason):
+        run_step()
 
 
 def test_another_order_of_operators_is_refused() -> None:

@@ -1,6 +1,7 @@
 """Preparation refuses every model that packed rows do not reproduce, with its name and the reason."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -8,19 +9,20 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
+from inflight.execution.executors import packed
 from inflight.execution.model_runner import ModelRunner
+from inflight.execution.preparation import attention_calls
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
 from tests.execution.prepared_models import default_model, plain_logits, report_of, tiny, tiny_gqa
 
 REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
-    "bloom": (lambda: tiny("bloom"), "BloomForCausalLM takes no position_ids"),
-    "mpt": (lambda: tiny("mpt", d_model=64, n_heads=4, n_layers=2), "MptForCausalLM takes no position_ids"),
+    "bloom": (lambda: tiny("bloom"), "BloomForCausalLM does its attention itself"),
+    "mpt": (lambda: tiny("mpt", d_model=64, n_heads=4, n_layers=2), "MptForCausalLM cannot run as a packed row"),
     "falcon, rotary": (lambda: tiny("falcon", alibi=False), "FalconForCausalLM cannot run as a packed row"),
     "falcon, alibi": (lambda: tiny("falcon", alibi=True), "FalconForCausalLM cannot run as a packed row"),
     "gptj": (lambda: tiny("gptj", rotary_dim=8), "GPTJForCausalLM does its attention itself"),
     "codegen": (lambda: tiny("codegen", rotary_dim=8), "CodeGenForCausalLM does its attention itself"),
-    "mamba": (lambda: tiny("mamba"), "MambaForCausalLM takes no position_ids"),
 }
 
 
@@ -64,13 +66,17 @@ STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
         num_experts_per_tok=2,
     ),
 }
-"""Their attention can be packed, but other layers carry a state along the row, from one sequence into the next."""
+"""Layers carry a state along the row, from one sequence into the next, unless we keep it by slot."""
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", STATEFUL)
 @pytest.mark.thorough("dtype0")
-def test_a_model_with_recurrent_state_is_refused_with_any_weights(name: str, dtype: torch.dtype) -> None:
+def test_a_model_whose_states_are_not_ours_is_refused_with_any_weights(
+    name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (attention_calls, packed):
+        monkeypatch.setattr(module, "mix_with", lambda _: nullcontext())
     with pytest.raises(ModelError):
         report_of(default_model(STATEFUL[name]()).to(dtype))
 

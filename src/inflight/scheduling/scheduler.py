@@ -326,8 +326,8 @@ class Scheduler:
         return progress
 
     def discard(self) -> None:
-        """Discard the step in flight, if any: its spans are planned again. States that belong to slots may have advanced
-        in some layers, so these sequences start over."""
+        """Discard the step in flight, if any: its spans are planned again. States of slots may have advanced in some
+        layers, so these sequences start over."""
         if (plan := self._in_flight) is None:
             return
         self._release_failed_step(plan)

@@ -325,7 +325,6 @@ class PackedExecutor:
             output = torch.cat([output, output.new_zeros(num_rows - num_tokens, *output.shape[1:])])
         return output[None]
 
-
     def _mix(self, name: str, *args: Any, **kwargs: Any) -> Any:
         """Handle the model's next call of a function that mixes tokens."""
         return mix(name, self.mixing, *args, **kwargs)

@@ -199,7 +199,9 @@ class ReferenceMixing(_InOrder):
 
 
 def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
-    return {"none": lambda x: x, "swish": functional.silu, "relu": functional.relu}[activation](x)
+    if activation == "none":
+        return x
+    return functional.silu(x) if activation == "swish" else functional.relu(x)
 
 
 def _decay(given: Recurrence, token: int) -> torch.Tensor:

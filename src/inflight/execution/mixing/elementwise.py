@@ -22,11 +22,14 @@ OURS: Mapping[Any, str] = {
 class PlaceFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs these functions by our kernel. Needs `kernels_available()`."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run an operator."""
-        x = args[0] if args else None
-        if func not in OURS or kwargs or args[1:] not in ((), (1, 20)) or not _is_ours(x):
+        if func not in OURS or kwargs or args[1:] not in ((), (1, 20)) or not _is_ours(args[0]):
             return func(*args, **(kwargs or {}))
+        x: torch.Tensor = args[0]
         is_by_channel = x.dim() > 1 and x.stride(-1) != 1 and x.stride(-2) == 1
         rows = x.transpose(-1, -2) if is_by_channel else x
         output = torch.ops.inflight.activate(rows, OURS[func], "none")

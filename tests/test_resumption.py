@@ -14,7 +14,7 @@ from tests.scheduling.helpers import TOKEN, make_scheduler, run_to_the_end, step
 
 PROMPT = [(7 * n) % 60 + 2 for n in range(70)]
 NUM_TOKENS = 8
-MODELS = {"llama": "packed", "bloom": "rows", "qwen3_next": "rows", "falcon_h1": "rows", "rwkv": "sequential"}
+MODELS = {"llama": "packed", "bloom": "rows", "qwen3_next": "packed", "falcon_h1": "packed", "rwkv": "sequential"}
 
 
 class Session:

@@ -40,7 +40,7 @@ def proofs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     folder = tmp_path / "cache"
     of_the_test = classmethod(lambda cls, kind: cls(folder / kind.__name__, kind))
     monkeypatch.setattr(ResultCache, "of_the_user", of_the_test)
-    for module, name in ((proof, "plain_logits"), (packed_proof, "find_attention_calls"), (trace, "_trace")):
+    for module, name in ((proof, "plain_logits"), (packed_proof, "find_calls"), (trace, "_trace")):
         original = getattr(module, name)
 
         def watched(*args: Any, original: Callable[..., Any] = original, name: str = name, **options: Any) -> Any:

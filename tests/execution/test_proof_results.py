@@ -100,7 +100,7 @@ def test_a_wrong_proof_result_is_dropped(proxies: list[PreTrainedModel], tmp_pat
     proof_results.keep(key, ProofResult(PACKED))
     found = choose(model, proof_results)
     assert (found.proved_on, type(found.make_executor(4, 2)).__name__) == (PROXY, "RowsExecutor")
-    assert any(note.startswith("not packed: BloomForCausalLM takes no position_ids") for note in found.report.notes)
+    assert any(note.startswith("not packed: BloomForCausalLM does its attention itself") for note in found.report.notes)
     assert proof_results.find(key) is None
 
 

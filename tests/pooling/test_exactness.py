@@ -13,6 +13,7 @@ from inflight.contracts.api.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
 from inflight.execution.executors.packed import FROM_ZERO
 from inflight.execution.preparation import packed_proof
+from inflight.execution.preparation.attention_calls import FoundCalls
 from tests.pooling.checkpoints import (
     CLASSIFIERS,
     FAMILIES,
@@ -137,13 +138,13 @@ def test_tokens_of_a_second_text_have_another_type() -> None:
 
 def load_with(change: Callable[[AttentionSpec], AttentionSpec], family: str, dtype: torch.dtype) -> TextRunner:
     """Load a model whose attention calls are taken for others."""
-    found = packed_proof.find_attention_calls
+    found = packed_proof.find_calls
 
-    def find(model: PreTrainedModel, length: int) -> tuple[tuple[AttentionSpec, ...], object]:
-        specs, modules = found(model, length)
-        return tuple(map(change, specs)), modules
+    def find(model: PreTrainedModel, length: int) -> FoundCalls:
+        calls = found(model, length)
+        return calls._replace(specs=tuple(map(change, calls.specs)))
 
-    with mock.patch.object(packed_proof, "find_attention_calls", find):
+    with mock.patch.object(packed_proof, "find_calls", find):
         return TextRunner(make_model(family).to(dtype), EngineConfig(), STATES)
 
 

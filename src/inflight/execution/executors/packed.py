@@ -99,7 +99,7 @@ class PackedExecutor:
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
         backend: for the model's device and dtype.
-        grouping: the attention calls of one forward pass in order, as found by `find_attention_calls`, and their layout
+        grouping: the attention calls of one forward pass in order, as found by `find_calls`, and their layout
             in the cache (`group_calls`).
         min_rows: the least rows of a step on a CPU.
         counting: computes position ids.

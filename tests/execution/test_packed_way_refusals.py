@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
-from inflight.execution.executors import packed
+from inflight.execution.hf import mixer_hook
 from inflight.execution.model_runner import ModelRunner
 from inflight.execution.preparation import attention_calls
 from tests import zoo
@@ -75,7 +75,7 @@ STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {
 def test_a_model_whose_states_are_not_ours_is_refused_with_any_weights(
     name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in (attention_calls, packed):
+    for module in (attention_calls, mixer_hook):
         monkeypatch.setattr(module, "mix_with", lambda _: nullcontext())
     with pytest.raises(ModelError):
         report_of(default_model(STATEFUL[name]()).to(dtype))

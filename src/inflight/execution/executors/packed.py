@@ -25,10 +25,9 @@ from inflight.execution.graph.graph import Graph
 from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
-from inflight.execution.hf.mixer_hook import mix_with
+from inflight.execution.hf.mixer_hook import run_mixers
 from inflight.execution.hf.model_call import forward_parameters
-from inflight.execution.mixing import MixingBackend, make_mixing, mix
-from inflight.execution.mixing.elementwise import PlaceFree
+from inflight.execution.mixing import MixingBackend
 from inflight.execution.ragged_batch import CacheGroupBatch, IntArray, RaggedBatch, to_device
 from inflight.execution.weights.linear_calls import is_watched
 
@@ -118,7 +117,7 @@ class PackedExecutor:
         mixing: MixingBackend | None = None,
     ) -> None:
         self.model = model
-        self.mixing = make_mixing((), 0, model.device) if mixing is None else mixing
+        self.mixing = mixing
         self.min_rows = min_rows
         self.backend = backend
         self.grouping = grouping
@@ -153,7 +152,7 @@ class PackedExecutor:
     @property
     def bytes_per_slot(self) -> int:
         """See `Executor`."""
-        return self.mixing.bytes_per_slot
+        return 0 if self.mixing is None else self.mixing.bytes_per_slot
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
@@ -202,7 +201,8 @@ class PackedExecutor:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
         self.backend.begin_step(batch)
-        self.mixing.begin_step(batch)
+        if self.mixing is not None:
+            self.mixing.begin_step(batch)
         if copies := batch.plan.copies:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
@@ -239,14 +239,11 @@ class PackedExecutor:
         logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises
         `RuntimeError` if the model does not make the calls that it made at load."""
         self._num_calls, self._num_tokens = 0, num_tokens
-        self.mixing.begin_pass()
         states: list[torch.Tensor] = []
         kept = nullcontext() if self._kept is None else put_last_states(self.model, states)
-        place_free = PlaceFree() if self.mixing.handles else nullcontext()
-        with attend_with(self._attend), mix_with(self._mix), kept, place_free:
+        mixed = nullcontext() if self.mixing is None else run_mixers(self.mixing)
+        with attend_with(self._attend), kept, mixed:
             logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
-        if self.mixing.num_missing:
-            raise RuntimeError("the model mixes tokens less often than at load")
         if self._num_calls != len(self._calls):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self._calls)} as at load")
         if len(logits) != len(logit_rows):
@@ -268,7 +265,8 @@ class PackedExecutor:
             raise UntraceableError("there are hooks on its modules")
         nothing = RaggedBatch.empty(len(self.grouping.parts), self.model.device)
         self.backend.begin_step(nothing)
-        self.mixing.begin_step(nothing)
+        if self.mixing is not None:
+            self.mixing.begin_step(nothing)
 
         def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
             return self._run_eagerly(input_ids, positions, logit_rows, len(input_ids))
@@ -324,10 +322,6 @@ class PackedExecutor:
         if num_rows > num_tokens:
             output = torch.cat([output, output.new_zeros(num_rows - num_tokens, *output.shape[1:])])
         return output[None]
-
-    def _mix(self, name: str, *args: Any, **kwargs: Any) -> Any:
-        """Handle the model's next call of a function that mixes tokens."""
-        return mix(name, self.mixing, *args, **kwargs)
 
 
 def plain_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:

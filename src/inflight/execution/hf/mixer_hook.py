@@ -8,13 +8,15 @@ variable like attention's.
 import functools
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from inflight.execution.mixing import MixingBackend, Operators, mix
+from inflight.execution.mixing.elementwise import PlaceFree
 from inflight.execution.mixing.functions import FUNCTIONS
 
 MixerHandler: TypeAlias = Callable[..., Any]
@@ -58,6 +60,21 @@ def mix_with(handler: MixerHandler) -> Iterator[None]:
         yield
     finally:
         _handler.reset(token)
+
+
+@contextmanager
+def run_mixers(mixing: MixingBackend) -> Iterator[None]:
+    """A context for one forward pass of a model in this thread, whose mixers run by `mixing`. Raises `RuntimeError` if
+    it does not mix as at load."""
+    mixing.begin_pass()
+    with mix_with(functools.partial(_mix, mixing)), PlaceFree() if mixing.handles else nullcontext():
+        yield
+    if mixing.num_missing:
+        raise RuntimeError("the model mixes tokens less often than at load")
+
+
+def _mix(operators: Operators, name: str, *args: Any, **kwargs: Any) -> Any:
+    return mix(name, operators, *args, **kwargs)
 
 
 @contextmanager

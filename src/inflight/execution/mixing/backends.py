@@ -212,8 +212,10 @@ def _decay(given: Recurrence, token: int) -> torch.Tensor:
     return decay.exp()[..., None] if decay.dim() == 2 else decay.exp()[:, None, None]
 
 
-def make_mixing(specs: Sequence[MixerSpec], num_slots: int, device: torch.device) -> MixingBackend:
-    """The best backend for the device."""
+def make_mixing(specs: Sequence[MixerSpec], num_slots: int, device: torch.device) -> MixingBackend | None:
+    """The best backend for the device; None: there is nothing to run."""
+    if not specs:
+        return None
     if device.type == "cpu" and kernels_available():
         return CpuMixing(specs, num_slots)
     return ReferenceMixing(specs, num_slots, device)

@@ -105,7 +105,8 @@ def linked(kept: KeptProgram, executor: PackedExecutor) -> EncodedProgram:
 def _handles(executor: PackedExecutor, parts: Mapping[str, Any]) -> dict[str, tuple[str, int]]:
     """Kind and kernels' handle of every object that has one, by name."""
     handles = {f"call {ordinal}": ("call", number) for ordinal, number in enumerate(executor.attention_calls)}
-    handles |= {f"mixer {ordinal}": ("mixer", number) for ordinal, number in enumerate(executor.mixing.handles)}
+    mixers = () if executor.mixing is None else executor.mixing.handles
+    handles |= {f"mixer {ordinal}": ("mixer", number) for ordinal, number in enumerate(mixers)}
     if isinstance(executor.adapters, Adapters):
         handles["step"] = "step", executor.adapters.layers.step
     for name, part in parts.items():

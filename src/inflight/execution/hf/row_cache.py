@@ -2,7 +2,7 @@
 
 The model gets it as its `past_key_values` (or `cache_params`) while rows of a step run: each layer has the keys and
 values of these rows' sequences, gathered and padded on the left, and their states. The model's own cache shows the
-kinds of layers. States are versioned, so that a step can be rerun.
+kinds of layers.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,6 @@ from inflight.execution.ragged_batch import IntArray
 ATTENTION = (DynamicLayer, DynamicSlidingWindowLayer)
 STATE = (LinearAttentionLayer,)
 BOTH = (LinearAttentionAndFullAttentionLayer, LinearAttentionAndSlidingWindowAttentionLayer)
-NUM_VERSIONS = 2
 NUM_SPARE = 64
 """Spare tokens after gathered ones."""
 
@@ -150,16 +149,12 @@ class PagedKeysAndValues:
 
 
 class StatesBySlot:
-    """Storage of one layer's recurrent states: for each slot the states at two lengths of its sequence.
-
-    So a step that is rerun after being discarded finds the states from before it."""
+    """Storage of one layer's recurrent states, by slot."""
 
     def __init__(self, layer: LinearAttentionLayer, num_slots: int) -> None:
         self.kernel_sizes = dict(layer.conv_kernel_size)
         self.tensors = {
-            (name, index): torch.zeros(
-                (NUM_VERSIONS, num_slots, *state.shape[1:]), dtype=state.dtype, device=state.device
-            )
+            (name, index): torch.zeros((num_slots, *state.shape[1:]), dtype=state.dtype, device=state.device)
             for name in ("conv_states", "recurrent_states")
             for index, state in getattr(layer, name).items()
             if state is not None
@@ -169,26 +164,25 @@ class StatesBySlot:
     def bytes_per_slot(layer: LinearAttentionLayer) -> int:
         """Bytes that one slot takes."""
         states = (*layer.conv_states.values(), *layer.recurrent_states.values())
-        size = sum(state.numel() * state.element_size() for state in states if state is not None)
-        return NUM_VERSIONS * int(size)
+        return sum(state.numel() * state.element_size() for state in states if state is not None)
 
-    def load(self, layer: LinearAttentionLayer, versions: torch.Tensor | None, slots: torch.Tensor) -> None:
-        """Load the states of `slots` `[B]` int64, in these `versions` `[B]` int64, into `layer`; None: the sequences
-        begin, and the layer initialises its states."""
+    def load(self, layer: LinearAttentionLayer, slots: torch.Tensor | None) -> None:
+        """Load the states of `slots` `[B]` int64 into `layer`; None: the sequences begin, and the layer initialises its
+        states."""
         for name in ("conv_states", "recurrent_states"):
             states, known = getattr(layer, name), getattr(layer, f"is_{name}_initialized")
             for index in states:
                 kept = self.tensors.get((name, index))
-                states[index] = None if versions is None or kept is None else kept[versions, slots]
+                states[index] = None if slots is None or kept is None else kept[slots]
                 known[index] = states[index] is not None
         for index in layer.has_previous_state:
-            layer.has_previous_state[index] = versions is not None
+            layer.has_previous_state[index] = slots is not None
         layer.conv_kernel_size.update(self.kernel_sizes)
 
-    def store(self, layer: LinearAttentionLayer, versions: torch.Tensor, slots: torch.Tensor) -> None:
-        """Save the states of `layer` for `slots` `[B]` int64, as these `versions` `[B]` int64."""
+    def store(self, layer: LinearAttentionLayer, slots: torch.Tensor) -> None:
+        """Save the states of `layer` for `slots` `[B]` int64."""
         for (name, index), kept in self.tensors.items():
-            kept[versions, slots] = getattr(layer, name)[index]
+            kept[slots] = getattr(layer, name)[index]
 
 
 class _Paged:
@@ -259,7 +253,7 @@ class RowCache(Cache):
                 self._states.append((own, StatesBySlot(layer, num_slots)))
             layers.append(own)
         super().__init__(layers=layers)
-        self._lengths = np.full((NUM_VERSIONS, num_slots), -1, dtype=np.int64)
+        self._lengths = np.full(num_slots, -1, dtype=np.int64)  # the tokens in each slot's states
         self._before: CacheRows | None = None  # the last rows of one token each that have run
 
     @property
@@ -277,7 +271,7 @@ class RowCache(Cache):
 
     def release(self, slots: Sequence[int]) -> None:
         """Forget the sequences in these slots."""
-        self._lengths[:, list(slots)] = -1
+        self._lengths[list(slots)] = -1
         if self._before is not None and np.isin(self._before.slots, slots).any():
             self._before = None
             for storage in self._paged:
@@ -292,15 +286,11 @@ class RowCache(Cache):
             storage.rows, storage.is_next = rows, is_next
         if not self._states:
             return
-        versions = None
-        if rows.starts[0] > 0:
-            known = self._lengths[:, rows.slots] == rows.starts
-            if not known.any(axis=0).all():
-                raise RuntimeError("the recurrent state of a sequence was lost")
-            versions = torch.from_numpy(known.argmax(axis=0))
-        slots = torch.from_numpy(rows.slots)
+        slots = torch.from_numpy(rows.slots) if rows.starts[0] > 0 else None
+        if slots is not None and (self._lengths[rows.slots] != rows.starts).any():
+            raise RuntimeError("the recurrent state of a sequence was lost")
         for layer, states in self._states:
-            states.load(layer, versions, slots)
+            states.load(layer, slots)
 
     def leave(self, rows: CacheRows) -> None:
         """Save the rows' new states after they have run."""
@@ -310,15 +300,9 @@ class RowCache(Cache):
             self._before = rows
         if not self._states:
             return
-        if rows.starts[0] == 0:
-            self._lengths[:, rows.slots] = -1  # the sequences start over
-        versions = (self._lengths[1, rows.slots] != rows.starts).astype(
-            np.int64
-        )  # keeps the states from before the step
-        self._lengths[versions, rows.slots] = -1
+        self._lengths[rows.slots] = rows.ends
         for layer, states in self._states:
-            states.store(layer, torch.from_numpy(versions), torch.from_numpy(rows.slots))
-        self._lengths[versions, rows.slots] = rows.ends
+            states.store(layer, torch.from_numpy(rows.slots))
 
 
 def check_layers(like: Cache) -> None:

@@ -166,7 +166,7 @@ def test_models_that_cannot_have_adapters_say_why() -> None:
     with pytest.raises(ModelError, match="adapters is not supported with a model that runs as rows"):
         LLM(zoo.build("llama"), adapters={}, executor="rows")
     with pytest.raises(ModelError, match="runs as"):
-        LLM(others.build("mamba"), adapters={})
+        LLM(others.build("bloom"), adapters={})
 
 
 # ------------------------------------------------------------------------------------- engines in processes

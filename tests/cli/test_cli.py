@@ -144,7 +144,8 @@ def test_a_model_that_fails_preparation_gives_exit_code_2(refused: Command, tmp_
     done = refused("generate", "x", "-m", tmp_path, "--load-format", "dummy", "--executor", "packed")
     assert done.stdout == ""
     assert done.stderr == (
-        "inflight: BloomForCausalLM takes no position_ids, which a packed row needs to keep sequences apart\n"
+        "inflight: BloomForCausalLM does its attention itself instead of calling the attention function that it is "
+        "given, so its sequences cannot be kept apart in a packed row\n"
     )
 
 

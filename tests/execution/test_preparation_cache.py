@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
+from transformers.models.mamba import modeling_mamba
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.api.config import EngineConfig
 from inflight.demo_model import DEMO_MODEL
 from inflight.entrypoints.quantization import quantize
 from inflight.execution.graph import trace
+from inflight.execution.hf import mixer_hook
 from inflight.execution.hf.load import load_model
 from inflight.execution.kernels import cache_folder, library
 from inflight.execution.preparation import packed_proof, proof, proof_result
@@ -103,6 +105,20 @@ def test_it_goes_with_other_options(options: dict[str, Any], proofs: list[str], 
     given = outputs(LLM(folder, **options))
     proofs.clear()
     assert outputs(LLM(folder, **options)) == given
+    assert proofs == []
+
+
+def test_a_second_process_hooks_what_mixes_tokens(
+    proofs: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = saved(others.build("mamba"), tmp_path / "model")
+    given = outputs(LLM(folder, record_forward=False))
+    proofs.clear()
+    hooked = {name: each for name, each in vars(modeling_mamba).items() if hasattr(each, mixer_hook._HOOKED)}
+    assert len(hooked) == 2
+    for name, each in hooked.items():
+        monkeypatch.setattr(modeling_mamba, name, each.__wrapped__)  # as in another process
+    assert outputs(LLM(folder, record_forward=False)) == given
     assert proofs == []
 
 

@@ -25,7 +25,7 @@ from inflight.execution.graph.graph import Graph
 from inflight.execution.graph.trace import UntraceableError, trace_forward
 from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
-from inflight.execution.hf.mixer_hook import run_mixers
+from inflight.execution.hf.mixer_hook import hook_mixers, run_mixers
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.mixing import MixingBackend
 from inflight.execution.ragged_batch import CacheGroupBatch, IntArray, RaggedBatch, to_device
@@ -98,8 +98,8 @@ class PackedExecutor:
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
         backend: for the model's device and dtype.
-        grouping: the attention calls of one forward pass in order, as found by `find_calls`, and their layout
-            in the cache (`group_calls`).
+        grouping: the attention calls of one forward pass in order, as found by `find_calls`, and their layout in the
+            cache (`group_calls`).
         min_rows: the least rows of a step on a CPU.
         counting: computes position ids.
         mixing: runs what mixes tokens besides attention; None: nothing does.
@@ -118,6 +118,8 @@ class PackedExecutor:
     ) -> None:
         self.model = model
         self.mixing = mixing
+        if mixing is not None:
+            hook_mixers(model)
         self.min_rows = min_rows
         self.backend = backend
         self.grouping = grouping

@@ -48,6 +48,7 @@ STATES: dict[str, Callable[[], PreTrainedConfig]] = {
     "mamba": lambda: _config("mamba", state_size=8),
     "mamba2": lambda: _config("mamba2", num_heads=8, head_dim=16, state_size=8, n_groups=1, chunk_size=8),
     "lfm2": lambda: _gqa_config("lfm2", num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]),
+    "lfm3": lambda: _gqa_config("lfm3", num_hidden_layers=4, layer_types=["conv", "conv", FULL, "conv"]),
 }
 """Recurrent states, with or without attention."""
 

@@ -31,14 +31,17 @@ def hook_mixers(model: PreTrainedModel) -> None:
     for each in {type(module) for module in model.modules()}:
         names = getattr(each.forward, "__globals__", {})
         for name, function in list(names.items()):
-            if (known := _name_of(function)) in FUNCTIONS:
+            if (known := _name_of(name, function)) in FUNCTIONS:
                 names[name] = _hooked(known, function)
 
 
-def _name_of(function: Any) -> str:
-    """What a function of a model stands for, as `use_kernel_func_from_hub_with_fallback` was told; "": nothing."""
-    if not inspect.isfunction(function) or hasattr(function, _HOOKED) or not hasattr(function, "__wrapped__"):
+def _name_of(name: str, function: Any) -> str:
+    """What a function of a model, under a name, stands for, as `use_kernel_func_from_hub_with_fallback` was told; else
+    the name, since some models have their own torch code for such a function (LFM3); "": it is hooked."""
+    if not inspect.isfunction(function) or hasattr(function, _HOOKED):
         return ""
+    if not hasattr(function, "__wrapped__"):
+        return name
     return str(inspect.getclosurevars(function).nonlocals.get("func_name", ""))
 
 

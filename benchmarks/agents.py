@@ -202,7 +202,7 @@ def turns(arguments: argparse.Namespace) -> None:
                 f"| {server.name} | {' | '.join(f'{each:.2f}' for each in firsts)} | {sum(firsts):.1f} | {share:.1%} |"
             )
             new = [each.num_prompt_tokens - each.num_cached_tokens for each in taken]
-            print(f"| tokens computed | {' | '.join(map(str, new))} | {sum(new)} | |")
+            print(f"| tokens computed | {' | '.join(map(str, new))} | {sum(new)} | |", flush=True)
 
 
 def pauses(arguments: argparse.Namespace) -> None:

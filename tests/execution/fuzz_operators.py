@@ -56,6 +56,7 @@ class Fuzzer:
             self._adapters,
             self._experts,
             self._attention,
+            self._mixers,
             self._program,
             self._exchange,
         ]
@@ -205,6 +206,47 @@ class Fuzzer:
             self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, value_size, rate=0.1)
             ops.delete_call(call)
         ops.delete_step(step)
+
+    def _mixers(self) -> None:
+        """States, a step, a convolution and a recurrence, each changed by itself."""
+        draw, ops = self.random, torch.ops.inflight
+        heads, key_heads = draw.choice([(4, 2), (2, 2), (3, 1)])
+        rows, columns, taps = draw.randint(1, 20), draw.randint(1, 70), draw.randint(2, 5)
+        step, num_states, ends = ops.new_mixer_step(), draw.randint(1, 3), [0]
+        spans = []
+        for number in range(draw.randint(1, 3)):
+            ends.append(ends[-1] + draw.randint(0, 40))
+            before = draw.choice([-1, 0, num_states - 1, -2 if number else -1])
+            spans.append([*ends[-2:], before, draw.choice([-1, 0, num_states - 1])])
+        if draw.random() < 0.2:
+            spans[0][draw.randrange(4)] = draw.choice([*EXTREMES, num_states])
+        self.call("begin_mixing", step, torch.tensor(spans), rate=0.05)
+        tokens = ends[-1] + draw.choice([0, 0, 2, -1])
+        sizes = heads * -(-columns // 32) * 32 * rows, (taps - 1) * columns
+        recurrence, convolution = (
+            self.call("new_mixer", step, torch.zeros(num_states, size), rate=0.05) for size in sizes
+        )
+        if convolution is not None:
+            x = self._floats(max(0, tokens), columns)
+            given = (x, self._floats(columns, taps).to(x.dtype), draw.choice([None, torch.zeros(columns).to(x.dtype)]))
+            self.call("convolve", *given, draw.choice(["none", "swish"]), convolution, rate=0.05)
+            ops.delete_mixer(convolution)
+        if recurrence is not None:
+            tokens = max(0, tokens)
+            kind = draw.choice(["head", "key", "element"])
+            decay = {"head": (), "key": (rows,), "element": (columns,)}[kind]
+            given = (
+                *(self._floats(tokens, key_heads, rows) for _ in range(2)),
+                self._floats(tokens, heads, columns),
+                -torch.rand(tokens, heads, *decay),
+                draw.choice([None, torch.rand(tokens, heads)]),
+                draw.choice([None, torch.rand(heads)]),
+                torch.rand(heads, rows, columns) if kind == "element" else None,
+            )
+            flags = draw.random() < 0.5 and kind != "element", draw.random() < 0.5
+            self.call("recur", *given, *flags, 0.3, draw.choice([torch.float32, torch.bfloat16]), recurrence, rate=0.05)
+            ops.delete_mixer(recurrence)
+        ops.delete_mixer_step(step)
 
     def _program(self) -> None:
         """A compiled norm of rows, of which one number or another is changed."""

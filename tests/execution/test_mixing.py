@@ -15,7 +15,7 @@ from torch.nn import functional
 from inflight.contracts.step.plan import Span, StepPlan
 from inflight.execution.kernels import kernels_available
 from inflight.execution.mixing import CpuMixing, MixingBackend, Recurrence, ReferenceMixing
-from inflight.execution.mixing.elementwise import PlaceFree
+from inflight.execution.mixing.elementwise import BatchInvariantElementwise
 from inflight.execution.mixing.interface import MixerSpec
 from inflight.execution.preparation.agreement import relative_error
 from inflight.execution.ragged_batch import RaggedBatch
@@ -228,12 +228,12 @@ def test_elementwise_functions_are_torchs_at_any_place(name: str, dtype: torch.d
     x = torch.cat([torch.linspace(-30, 30, 2001), torch.tensor([0.0, -0.0, 1e-8, -1e-8, 80.0, -86.0])]).to(dtype)
     function = getattr(torch.ops.aten, name)
     exact, plain = function(x.double()), function(x)
-    with PlaceFree():
+    with BatchInvariantElementwise():
         own = function(x)
     error = ((own.double() - exact).abs() / exact.abs().clamp(min=1e-37)).max()
     assert error <= max(4e-7, 1.01 * float(((plain.double() - exact).abs() / exact.abs().clamp(min=1e-37)).max()))
     rows = x[:70].view(7, 10)
-    with PlaceFree():
+    with BatchInvariantElementwise():
         whole = function(rows)
         assert all(torch.equal(function(rows[i:].contiguous())[0], whole[i]) for i in range(7))
         assert torch.equal(function(rows.T.contiguous().T), whole)

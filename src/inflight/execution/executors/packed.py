@@ -174,7 +174,7 @@ class PackedExecutor:
         return [each[block].flatten().view(torch.uint8).numpy().data for each in tensors]
 
     def release(self, slots: Iterable[int]) -> None:
-        """See `Executor`. A sequence that begins anew in a slot reads no state of the one before."""
+        """See `Executor`. A sequence that begins in a slot reads no state of the one before."""
 
     @property
     def needs_torch_threads(self) -> bool:

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from inflight.execution.mixing import MixingBackend, Operators, mix
-from inflight.execution.mixing.elementwise import PlaceFree
+from inflight.execution.mixing.elementwise import BatchInvariantElementwise
 from inflight.execution.mixing.functions import FUNCTIONS
 
 MixerHandler: TypeAlias = Callable[..., Any]
@@ -70,7 +70,7 @@ def run_mixers(mixing: MixingBackend) -> Iterator[None]:
     """A context for one forward pass of a model in this thread, whose mixers run by `mixing`. Raises `RuntimeError` if
     it does not mix as at load."""
     mixing.begin_pass()
-    with mix_with(functools.partial(_mix, mixing)), PlaceFree() if mixing.handles else nullcontext():
+    with mix_with(functools.partial(_mix, mixing)), BatchInvariantElementwise() if mixing.handles else nullcontext():
         yield
     if mixing.num_missing:
         raise RuntimeError("the model mixes tokens less often than at load")

@@ -18,8 +18,8 @@ from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.mixing.interface import MixerSpec, Operators, Recurrence
 from inflight.execution.ragged_batch import IntArray, RaggedBatch
 
-ZEROS, DROPPED = -1, -1
-"""In place of a state: a sequence's beginning; nothing is kept."""
+ZEROS = -1
+"""In place of a slot: a sequence's beginning."""
 _COLUMNS = 32
 """Columns of a state that kernels compute together."""
 

@@ -1,4 +1,4 @@
-"""`PlaceFree`: elementwise functions of rows whose bits do not depend on an element's place.
+"""`BatchInvariantElementwise`: elementwise functions of rows whose bits do not depend on an element's place.
 
 torch computes the end of a tensor by another routine than its middle. Rows of a few numbers, such as a decay for each
 head, would get other bits in other company.
@@ -19,7 +19,7 @@ OURS: Mapping[Any, str] = {
 """Names of the kernels."""
 
 
-class PlaceFree(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class BatchInvariantElementwise(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs these functions by our kernel. Needs `kernels_available()`."""
 
     def __init__(self) -> None:

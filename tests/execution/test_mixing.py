@@ -83,6 +83,11 @@ def laid_out(parts: Sequence[tuple[Recurrence, int, int]], padding: int = 0) -> 
     return replace(first, **fields)
 
 
+def allocated(mixing: MixingBackend, num_states: int = NUM_SLOTS) -> MixingBackend:
+    mixing.allocate(num_states)
+    return mixing
+
+
 def run(mixing: MixingBackend, steps: Sequence[Sequence[tuple[int, int, int]]], inputs: Sequence[Any]) -> list[Any]:
     """The output of each slot's sequence, from its spans."""
     found: list[list[torch.Tensor]] = [[] for _ in inputs]
@@ -126,8 +131,8 @@ LENGTHS = (50, 37, 70, 1)
 def test_recurrences_are_the_definition(kind: str, dtype: torch.dtype) -> None:
     inputs = [drawn(kind, length, seed, dtype) for seed, length in enumerate(LENGTHS)]
     specs, steps = [inputs[0].spec], steps_of(random.Random(1), LENGTHS)
-    own = run(CpuMixing(specs, NUM_SLOTS), steps, inputs)
-    definition = run(ReferenceMixing(specs, NUM_SLOTS, CPU), steps, inputs)
+    own = run(allocated(CpuMixing(specs)), steps, inputs)
+    definition = run(allocated(ReferenceMixing(specs, CPU)), steps, inputs)
     for output, expected in zip(own, definition, strict=True):
         assert output.dtype == dtype
         assert relative_error(output, expected) < (1e-5 if dtype == torch.float32 else 1e-2)
@@ -141,13 +146,13 @@ def test_convolutions_are_the_definition(num_taps: int, activation: str, dtype: 
     weight, bias = (torch.randn(sizes, generator=generator).to(dtype) for sizes in ((53, num_taps), (53,)))
     inputs = [(torch.randn(length, 53, generator=generator).to(dtype), weight, bias, activation) for length in LENGTHS]
     specs, steps = [MixerSpec(False, (num_taps - 1, 53))], steps_of(random.Random(2), LENGTHS)
-    own = run(CpuMixing(specs, NUM_SLOTS), steps, inputs)
+    own = run(allocated(CpuMixing(specs)), steps, inputs)
     for output, (x, *_) in zip(own, inputs, strict=True):
         padded = functional.pad(x.T, (num_taps - 1, 0))[None]
         plain = functional.conv1d(padded, weight[:, None], bias, groups=53)[0].T
         expected = functional.silu(plain) if activation == "swish" else plain
         assert relative_error(output, expected) < (1e-6 if dtype == torch.float32 else 1e-2)
-    again = run(CpuMixing(specs, NUM_SLOTS), steps_of(random.Random(3), LENGTHS), inputs)
+    again = run(allocated(CpuMixing(specs)), steps_of(random.Random(3), LENGTHS), inputs)
     assert all(map(torch.equal, own, again))
 
 
@@ -157,9 +162,9 @@ def test_convolutions_are_the_definition(num_taps: int, activation: str, dtype: 
 def test_bits_depend_on_no_company_chunks_and_threads(kind: str, seed: int) -> None:
     inputs = [drawn(kind, length, number) for number, length in enumerate(LENGTHS)]
     specs = [inputs[0].spec]
-    whole = run(CpuMixing(specs, NUM_SLOTS), [[(slot, 0, length)] for slot, length in enumerate(LENGTHS)], inputs)
+    whole = run(allocated(CpuMixing(specs)), [[(slot, 0, length)] for slot, length in enumerate(LENGTHS)], inputs)
     with torch_threads(1 + seed % 2):
-        pieces = run(CpuMixing(specs, NUM_SLOTS), steps_of(random.Random(seed), LENGTHS), inputs)
+        pieces = run(allocated(CpuMixing(specs)), steps_of(random.Random(seed), LENGTHS), inputs)
     assert all(map(torch.equal, whole, pieces))
 
 
@@ -167,7 +172,7 @@ def test_bits_depend_on_no_company_chunks_and_threads(kind: str, seed: int) -> N
 def test_dropped_tokens_leave_no_trace(kind: str) -> None:
     """A span goes on from the one before it in the step, and keeps nothing, as for draft tokens."""
     inputs = drawn(kind, 40)
-    states = torch.zeros(2, CpuMixing([inputs.spec], 1).bytes_per_slot // 4)
+    states = torch.zeros(2, CpuMixing([inputs.spec]).bytes_per_state // 4)
     step = torch.ops.inflight.new_mixer_step()
     mixer = torch.ops.inflight.new_mixer(step, states)
     tensors = [getattr(inputs, name) for name in (*ROWS, "skip", "rates")]
@@ -214,7 +219,7 @@ def test_wrong_steps_are_refused(spans: Any, reason: str) -> None:
 
 
 def test_another_order_of_operators_is_refused() -> None:
-    mixing = CpuMixing([MixerSpec(False, (3, 5))], 1)
+    mixing = allocated(CpuMixing([MixerSpec(False, (3, 5))]), 1)
     mixing.begin_step(batch_of((0, 0, 4)))
     mixing.begin_pass()
     with pytest.raises(RuntimeError, match="in another way than at load"):

@@ -34,6 +34,8 @@ class Sizes:
     """The most seconds for which blocks are kept for sessions; None: they are not."""
     sharing: bool = True
     """Whether sequences can share blocks; if not, they continue ended ones."""
+    num_states: int = 0
+    """The number of recurrent states; 0: there are none."""
 
     @property
     def layout(self) -> CacheLayout:
@@ -52,7 +54,7 @@ class Sizes:
     @property
     def num_slots(self) -> int:
         """No more sequences run than the budget of a step has tokens."""
-        return min(self.max_num_seqs, self.budget)
+        return min(self.max_num_seqs, self.budget, self.num_states // 2 or self.budget)
 
 
 @dataclass(eq=False)

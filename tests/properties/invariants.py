@@ -3,7 +3,7 @@
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from inflight.contracts.step.plan import NO_BLOCK
+from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from tests.properties.model_cache import of_group
 
 if TYPE_CHECKING:
@@ -15,6 +15,7 @@ def check(world: "World") -> None:
     check_sequences(world)
     check_blocks(world)
     check_prefix_cache(world)
+    check_states(world)
     if world.in_flight is None:
         check_contents(world)
 
@@ -55,6 +56,32 @@ def check_blocks(world: "World") -> None:
     held = {block for of_sequence in tables for table in of_sequence for block in table}
     assert world.pool.num_used == len(held - {NO_BLOCK})
     assert world.pool.num_free + world.pool.num_used + world.pool.num_cached == world.pool.num_blocks
+
+
+def check_states(world: "World") -> None:
+    """Each state is in use, a checkpoint, or free; and has the content that it is known by."""
+    if world.states is None:
+        return
+    states = world.scheduler.reuse.states
+    assert states is not None
+    held = Counter(each.sequence.state for each in world.unfinished.values() if each.sequence.state != NO_STATE)
+    if world.in_flight is not None:
+        held += Counter(e.sequence.state for e in world.hit if e.finish_reason is not None and e.sequence.state >= 0)
+        held += Counter(s for span in world.in_flight.spans for _, s in span.states if s != span.state)
+    assert {state: number for state, number in enumerate(states._num_references) if number} == held
+    others = [*states._free, *states._replaced, *states._cached, *range(states._num_touched, states.num_states)]
+    assert sorted(others) == [state for state in range(states.num_states) if not held[state]]
+    assert states.num_available == len(others)
+    assert states._node_of.keys() >= states._replaced.keys() | states._cached.keys()
+    for state, node in states._node_of.items():
+        assert node.state == state
+        root, token_ids = world.content_of(node)
+        expected = [(i, token, root.is_long, root.cache_salt) for i, token in enumerate(token_ids)]
+        assert world.states.states[state] == expected, "a checkpoint has the content of its node"
+    if world.in_flight is None:
+        for each in world.unfinished.values():
+            if each.sequence.state != NO_STATE:
+                assert world.states.states[each.sequence.state] == world.past(each, each.num_computed)
 
 
 def check_prefix_cache(world: "World") -> None:

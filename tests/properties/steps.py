@@ -103,9 +103,10 @@ def check_budget(world: "World", plan: StepPlan, decodes: list[Expected], has_pr
         elif each.wants_scores and no_rows_left:
             world.reached["prompts that waited for rows of logits"] += 1
         elif each.sequence_id not in ends:
-            assert any(sibling.sequence_id < each.sequence_id for sibling in world.siblings(each))
+            has_sibling = any(sibling.sequence_id < each.sequence_id for sibling in world.siblings(each))
+            assert has_sibling or world.states is not None
             assert each.sequence.num_blocks == 0
-            world.reached["steps waited for a sibling"] += 1
+            world.reached["steps waited for a sibling" if has_sibling else "steps waited for a state"] += 1
         else:
             assert has_preempted or ends[each.sequence_id] == len(each.token_ids)
     waiting = world.waiting()

@@ -28,9 +28,14 @@ beginnings = st.sampled_from([[0] * 16, [0, 1] * 8, [0, 0, 1, 2] * 4])
 """The common prefixes of prompts."""
 
 
-def make_sizes(windows: tuple[int | None, ...], blocks_per_group: int, sharing: bool, **others: Any) -> Sizes:
+def make_sizes(
+    windows: tuple[int | None, ...], blocks_per_group: int, sharing: bool, num_states: int, **others: Any
+) -> Sizes:
     sharing = sharing or windows != (None,)
-    return Sizes(windows=windows, num_blocks=blocks_per_group * len(windows), sharing=sharing, **others)
+    num_blocks = blocks_per_group * len(windows)
+    return Sizes(
+        windows=windows, num_blocks=num_blocks, sharing=sharing, num_states=num_states if sharing else 0, **others
+    )
 
 
 sizes = st.builds(
@@ -50,6 +55,7 @@ sizes = st.builds(
     storing=st.none() | st.integers(0, 1 << 30),
     retention=st.none() | st.integers(1, 40),
     sharing=st.sampled_from([True, True, False]),
+    num_states=st.just(0) | st.integers(2, 24),
 )
 
 shapes = {

@@ -19,6 +19,7 @@ from inflight.scheduling.sequence import Request, Sequence
 from tests.properties.expected import Expected, Lanes, Runner, Sizes
 from tests.properties.invariants import check
 from tests.properties.model_cache import ModelCache, Place
+from tests.properties.model_states import ModelStates
 from tests.properties.random_speculator import RandomSpeculator
 from tests.properties.random_store import RandomStore
 from tests.properties.steps import check_admissions, check_budget, check_plan
@@ -56,7 +57,9 @@ class World:
             speculator=None if sizes.drafting is None else RandomSpeculator(sizes.drafting),
             block_store=self.store,
             retention=retention,
+            num_states=sizes.num_states,
         )
+        self.states = ModelStates(sizes.num_states) if sizes.num_states else None
         self.lanes = Lanes(sizes.num_slots)
         self.runners = Runner(), Runner()
         """One follows only the committed steps, the other all planned steps."""
@@ -161,6 +164,8 @@ class World:
             return
         self.advance_store()
         self.reached["spans that read what another wrote in the same step"] += self.cache.run(plan, self.pasts)
+        if self.states is not None:
+            self.reached["states left on the way"] += self.states.run(plan, self.pasts)
         self.runners[0].take_in(plan)
         for runner in self.runners:
             runner.check(plan, self.hit)
@@ -200,8 +205,7 @@ class World:
         """Fail the step in flight, or one planned now."""
         if (plan := self.take_off()) is None:
             return
-        self.cache.spoil(plan)
-        self.lanes.reported_in_vain |= set(plan.released_slots)
+        self.spoil(plan)
         hit = [each for each in self.hit if each.finish_reason is None]
         assert self.scheduler.fail(plan) == [each.sequence for each in hit]
         for each in hit:
@@ -212,13 +216,19 @@ class World:
     def discard(self) -> None:
         """Discard the step in flight, if there is one."""
         if self.in_flight is not None and (plan := self.take_off()) is not None:
-            self.cache.spoil(plan)
-            self.lanes.reported_in_vain |= set(plan.released_slots)
+            self.spoil(plan)
             self.scheduler.discard()
             self.forget_finished()
             self.follow_restarts()
         else:
             self.scheduler.discard()
+
+    def spoil(self, plan: StepPlan) -> None:
+        """A step runs, but not to its end."""
+        self.cache.spoil(plan)
+        if self.states is not None:
+            self.states.spoil(plan)
+        self.lanes.reported_in_vain |= set(plan.released_slots)
 
     def abort(self, pick: int) -> None:
         """Abort a request that waits, runs, is in flight, has finished or is unknown."""
@@ -356,7 +366,7 @@ class World:
                 assert not each.wants_scores, "what is scored has to be computed"
                 num_shared = len(each.request.prompt_token_ids) - 1
                 sources = self.siblings(each) or [other for other in preempted if other.request is each.request]
-                is_fork = num_found == num_shared and sources
+                is_fork = num_found == num_shared and sources and self.states is None
                 is_whole = num_found % self.sizes.block_size == 0 or not self.sizes.sharing
                 assert is_fork or (self.sizes.prefix_caching and is_whole)
                 self.reached["sequences that found something computed"] += 1

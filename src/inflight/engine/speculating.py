@@ -5,7 +5,7 @@ from math import inf
 
 from inflight.contracts.api.config import MTP, EngineConfig
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.api.features import DRAFT_MODEL, SPECULATION, Features
+from inflight.contracts.api.features import DRAFT_MODEL, DRAFTING, SPECULATION, Features
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.step.cache_layout import ALL_TOKENS
 from inflight.execution.hf.source import check_source
@@ -99,7 +99,7 @@ def load_draft(config: EngineConfig, model: ModelRunner, tokenizer: Tokenizer | 
         runner = ModelRunner(config.speculation.draft_model, draft_config)
     except ModelError as error:
         raise ModelError(f"draft_model: {error}") from error
-    Features.from_info(runner.info).require(SPECULATION)
+    Features.from_info(runner.info).require_all({SPECULATION: True, DRAFTING: True})
     num_groups = len(runner.cache_layout.groups)
     if num_groups > 1:
         runner.recreate_cache(num_groups * layout.num_draft_blocks)

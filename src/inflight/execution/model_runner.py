@@ -123,7 +123,7 @@ class ModelRunner:
         packed."""
         executor = self.require_packed()
         executor.run_eagerly()
-        executor.allocate(num_blocks)
+        executor.allocate(num_blocks, self.info.num_states)
         self.info = replace(self.info, num_blocks=num_blocks)
         self._retrace()
 

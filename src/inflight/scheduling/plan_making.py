@@ -6,6 +6,7 @@ from collections.abc import Sequence as SequenceOf
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.scheduling.sequence import Sequence
 from inflight.scheduling.sequences import Slots
+from inflight.scheduling.states import NO_STATES, StateUse
 
 
 def make_plan(
@@ -14,6 +15,7 @@ def make_plan(
     slots: Slots,
     num_groups: int,
     copies: Iterable[tuple[int, int]],
+    states: Mapping[Sequence, StateUse],
 ) -> StepPlan:
     """The plan of a step.
 
@@ -23,8 +25,14 @@ def make_plan(
         slots: record that the plan announces their changes.
         num_groups: of the cache.
         copies: (source, destination) blocks to copy before anything is computed.
+        states: the recurrent states that each sequence reads and writes; empty: there are none.
     """
-    spans = tuple([_span(sequence, length, drafts.get(sequence, ())) for sequence, length in lengths.items()])
+    spans = tuple(
+        [
+            _span(sequence, length, drafts.get(sequence, ()), states.get(sequence, NO_STATES))
+            for sequence, length in lengths.items()
+        ]
+    )
     pairs = zip(spans, lengths, strict=True)
     assignments = tuple(
         [_assignment(span.slot, each) for span, each in pairs if slots.is_new(span.slot, each.sequence_id)]
@@ -33,7 +41,7 @@ def make_plan(
     return StepPlan(spans, tables, tuple(copies), slots.take_released(), assignments)
 
 
-def _span(sequence: Sequence, length: int, proposed: SequenceOf[int]) -> Span:
+def _span(sequence: Sequence, length: int, proposed: SequenceOf[int], states: StateUse) -> Span:
     assert sequence.slot is not None
     start, sequence_length, num_draft_tokens = sequence.num_computed_tokens, len(sequence.token_ids), len(proposed)
     end = start + length
@@ -52,6 +60,8 @@ def _span(sequence: Sequence, length: int, proposed: SequenceOf[int]) -> Span:
         sequence_length + num_draft_tokens,
         scored_ids,
         num_draft_tokens,
+        states.before,
+        tuple([(position - start, state) for position, state in states.after]),
     )
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, TypeAlias
 
 from inflight.contracts.step.block_hash import Root, block_hash
-from inflight.contracts.step.plan import NO_BLOCK
+from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 
 Parent: TypeAlias = "Root | PrefixNode"
 """The parent of a block: a root, or another block."""
@@ -32,12 +32,14 @@ class PrefixNode:
         blocks: for each cache group the block that holds its keys and values, or `NO_BLOCK`.
         num_children: nodes whose parent this is.
         block_hash: see `hash_of`; empty: not known yet.
+        state: the recurrent state after these tokens, if one is kept.
     """
 
     key: Key = field(repr=False)  # which holds all nodes before it
     blocks: list[int]
     num_children: int = 0
     block_hash: bytes = b""
+    state: int = NO_STATE
 
 
 def make_key(parent: Parent, token_ids: SequenceOf[int]) -> Key:

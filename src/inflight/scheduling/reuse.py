@@ -2,17 +2,22 @@
 
 Full blocks are shared by content (the prefix cache), a sibling's prompt by forking. Blocks can be found as soon as
 their step is planned, because a backend finishes all writes of a layer before any read. If the step fails, they are
-removed, and sequences that relied on them start over. Knows nothing of budgets, slots and queues.
+removed, and sequences that relied on them start over. A model with recurrent states can continue only where a state is
+kept (`States`). Knows nothing of budgets, slots and queues.
 """
 
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as SequenceOf
 
 from inflight.contracts.step.block_hash import Root
-from inflight.contracts.step.plan import NO_BLOCK
+from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import PrefixNode, make_key
 from inflight.scheduling.sequence import Sequence
+from inflight.scheduling.states import States
+
+LEAST_AWAITED = 8
+"""Blocks for which a sequence waits, if the step being planned computes them; it computes fewer itself."""
 
 
 class Reuse:
@@ -23,6 +28,7 @@ class Reuse:
         enable_prefix_caching: whether blocks are found by content; if not, sequences only fork.
         recompute_beyond: sequences longer than this share only among themselves; None: no such length.
         can_share: whether a sequence can continue from another's blocks; if not, nothing is shared.
+        num_states: recurrent states of the cache; 0: the model has none, or keeps them itself.
     """
 
     def __init__(
@@ -32,9 +38,13 @@ class Reuse:
         recompute_beyond: int | None,
         *,
         can_share: bool = True,
+        num_states: int = 0,
     ) -> None:
         self.block_pool = block_pool
         self.enable_prefix_caching = enable_prefix_caching and can_share
+        self.states: States | None = None
+        if num_states:
+            self.states = States(num_states, block_pool, makes_checkpoints=self.enable_prefix_caching)
         self.can_share = can_share
         self.save: Callable[[int], None] | None = None
         """Called with each full block once it is computed and can be found; None: no listener."""
@@ -54,50 +64,81 @@ class Reuse:
         num_known, block_size = sequence.num_known_blocks, self.block_pool.block_size
         if not sequence.num_computed_tokens == sequence.num_blocks * block_size == num_known * block_size:
             return  # within a block
-        if nodes := self.find(sequence):
+        nodes = self._known(sequence)
+        if self.states is not None:
+            self.states.choose_checkpoints(sequence, (num_known + len(nodes)) * block_size)
+        if nodes := self._usable(sequence, nodes):
             sequence.parent = nodes[-1]
             sequence.num_known_blocks += len(nodes)
             num_tokens = sequence.num_known_blocks * block_size
             blocks = list(zip(*(node.blocks for node in nodes), strict=True))
             self.block_pool.share(sequence.block_tables, num_tokens, blocks)
             self.take_over(sequence, num_tokens)
+            if self.states is not None:
+                self.states.continue_from(sequence, nodes[-1])
         if (source := self.fork_source(sequence, siblings)) is not None:
             self.fork(sequence, source)
 
     def find(self, sequence: Sequence) -> list[PrefixNode]:
-        """The nodes after a sequence's known blocks, as far as every cache group has the blocks that later tokens see.
-        They never include the sequence's last token."""
+        """The nodes after a sequence's known blocks that it can take. They never include its last token."""
+        return self._usable(sequence, self._known(sequence))
+
+    def waits_for_state(self, sequence: Sequence) -> bool:
+        """Whether the step being planned computes many tokens that a sequence begins with. It then leaves a state at
+        the last of them."""
+        if self.states is None or not self._blocks_in_flight:
+            return False
+        nodes = self._known(sequence)
+        if len(nodes) - len(self._usable(sequence, nodes)) < LEAST_AWAITED:
+            return False
+        if set(nodes[-1].blocks).isdisjoint(self._blocks_in_flight):
+            return False
+        self.states.want(nodes[-1])
+        return True
+
+    def _known(self, sequence: Sequence) -> list[PrefixNode]:
+        """The nodes after a sequence's known blocks."""
         nodes: list[PrefixNode] = []
         if not self.enable_prefix_caching or sequence.computes_prompt:
             return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
-        first, is_whole = sequence.num_known_blocks * block_size, True
-        for start in range(first, len(sequence.token_ids) - block_size, block_size):
+        for start in range(sequence.num_known_blocks * block_size, len(sequence.token_ids) - block_size, block_size):
             node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
             if node is None:
                 break
             nodes.append(node)
             parent = node
-            is_whole = is_whole and NO_BLOCK not in node.blocks
-        return nodes if is_whole else nodes[: self._num_usable(sequence, nodes)]
+        return nodes
 
-    def _num_usable(self, sequence: Sequence, nodes: SequenceOf[PrefixNode]) -> int:
-        """The number of nodes after a sequence's blocks that can be shared: every cache group must have all blocks that
-        a query after the last of them sees."""
+    def _usable(self, sequence: Sequence, nodes: list[PrefixNode]) -> list[PrefixNode]:
+        """The nodes after a sequence's blocks that it can share: every cache group must have all blocks that a query
+        after the last of them sees, and states must be kept there, if there are any."""
         num_usable, block_size, groups = 0, self.block_pool.block_size, self.block_pool.layout.groups
+        if not any(NO_BLOCK in node.blocks for node in nodes):
+            if self.states is None:
+                return nodes
+            places = range(len(nodes), 0, -1)
+            return nodes[: next((place for place in places if nodes[place - 1].state != NO_STATE), 0)]
         num_there = [len(table) - table.count(NO_BLOCK) for table in sequence.block_tables]  # at the end, without a gap
         for number, node in enumerate(nodes, 1):
             end = (sequence.num_known_blocks + number) * block_size
             num_there = [0 if b == NO_BLOCK else n + 1 for n, b in zip(num_there, node.blocks, strict=True)]
-            if all(n * block_size >= end - g.first_visible(end) for n, g in zip(num_there, groups, strict=True)):
+            are_seen = zip(num_there, groups, strict=True)
+            if self._has_state(node) and all(n * block_size >= end - g.first_visible(end) for n, g in are_seen):
                 num_usable = number
-        return num_usable
+        return nodes[:num_usable]
+
+    def _has_state(self, node: PrefixNode) -> bool:
+        """Whether a sequence can continue from a node, as far as states are concerned."""
+        return self.states is None or node.state != NO_STATE
 
     def fork_source(self, sequence: Sequence, siblings: Iterable[Sequence]) -> Sequence | None:
         """A running sibling under the same root that has already computed the prompt, except perhaps its last token."""
         num_shared = sequence.num_prompt_tokens - 1
         if sequence.num_computed_tokens >= num_shared or sequence.computes_prompt or not self.can_share:
             return None
+        if self.states is not None:
+            return None  # it continues from a checkpoint
         for sibling in siblings:
             if not self.is_computing_prompt(sibling) and self.block_pool.holds(sibling.block_tables, num_shared):
                 return sibling
@@ -219,13 +260,16 @@ class Reuse:
         self.copies.clear()
 
     def step_failed(self) -> list[Sequence]:
-        """The step failed: remove its blocks. Returns the sequences that relied on it, to `start_over`."""
+        """The step failed: remove its blocks. Returns the sequences that relied on it or whose states it advanced, to
+        `start_over`."""
         for block in self._blocks_in_flight:
             self.block_pool.forget(block)
         self._blocks_in_flight.clear()
-        changed = list(self._num_computed_before)
+        changed = dict.fromkeys(self._num_computed_before)
+        if self.states is not None:
+            changed |= dict.fromkeys(self.states.in_flight)
         self.step_succeeded()
-        return changed
+        return list(changed)
 
     def start_over(self, sequence: Sequence) -> None:
         """Free a running sequence's blocks; it must recompute all of its tokens."""
@@ -236,8 +280,10 @@ class Reuse:
         self.forget_progress(sequence)
 
     def give_back(self, sequence: Sequence) -> None:
-        """Free all blocks of a sequence, and drop copies to blocks that are no longer referenced."""
+        """Free all blocks and states of a sequence, and drop copies to blocks that are no longer referenced."""
         self.block_pool.release(sequence.block_tables)
+        if self.states is not None:
+            self.states.release(sequence)
         self.copies = [copy for copy in self.copies if self.block_pool.num_holders(copy[1])]
 
     def forget_progress(self, sequence: Sequence) -> None:

@@ -111,6 +111,8 @@ class Scheduler:
         speculator: proposes draft tokens; None: no speculation.
         block_store: keeps blocks outside the cache; None: no store.
         retention: keeps blocks for sessions; None: cached blocks are evicted by recency alone.
+        num_states: recurrent states of the cache: two for each slot, and checkpoints; 0: the model has none, or keeps
+            them itself.
 
     Attributes:
         sequences: all unfinished ones.
@@ -130,14 +132,23 @@ class Scheduler:
         speculator: Speculator | None = None,
         block_store: BlockStore | None = None,
         retention: Retention | None = None,
+        num_states: int = 0,
     ) -> None:
         self.block_pool = block_pool
         self.limits = limits
         self.limit_prefill: Callable[[int, bool], int | None] = lambda _, __: limits.max_prefill_tokens_per_step
         self.count = Counters()
         num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+        if num_states:
+            num_slots = min(num_slots, num_states // 2)
         self.sequences = Sequences(ServiceOrder(aging_steps), num_slots)
-        self.reuse = Reuse(block_pool, enable_prefix_caching, limits.recompute_beyond, can_share=sharing == "blocks")
+        self.reuse = Reuse(
+            block_pool,
+            enable_prefix_caching,
+            limits.recompute_beyond,
+            can_share=sharing == "blocks",
+            num_states=num_states,
+        )
         self.retention = retention if self.reuse.enable_prefix_caching else None
         self._resumption = Resumption() if enable_prefix_caching and sharing == "slots" else None
         store = block_store if self.reuse.enable_prefix_caching else None
@@ -190,6 +201,7 @@ class Scheduler:
             speculator=speculator,
             block_store=block_store,
             retention=None if clock is None or not most_seconds else Retention(pool, most_seconds, clock),
+            num_states=0 if model is None else model.num_states,
         )
 
     @property
@@ -283,10 +295,9 @@ class Scheduler:
         self.count.steps += 1
         if not lengths:
             return None
-        num_groups = len(self.block_pool.layout.groups)
-        self._in_flight = make_plan(
-            lengths, self._propose(lengths), self.sequences.slots, num_groups, self.reuse.copies
-        )
+        num_groups, drafts, states = len(self.block_pool.layout.groups), self._propose(lengths), self.reuse.states
+        uses = {} if states is None else states.plan(lengths, drafts)
+        self._in_flight = make_plan(lengths, drafts, self.sequences.slots, num_groups, self.reuse.copies, uses)
         return self._in_flight
 
     def plan_release(self) -> StepPlan | None:
@@ -314,6 +325,8 @@ class Scheduler:
                 self._take_back_wrong(sequence, span, new_token_ids)
             sequence.num_scored_tokens += len(span.scored_ids)
             self.reuse.remember(sequence, sequence.num_computed_tokens)
+            if self.reuse.states is not None:
+                self.reuse.states.settle(sequence)
             if sequence.request.text is not None and sequence.num_uncomputed_tokens == 0:
                 sequence.finish_reason = "stop"
             elif not new_token_ids:
@@ -419,7 +432,7 @@ class Scheduler:
             limit = self.limit_prefill(sum(lengths.values()), in_background)
             num_prefill_tokens = num_prefill_tokens if limit is None else limit
         for sequence in prefills:
-            if sequence.slot is not None and not self._waits_for_sibling(sequence):
+            if sequence.slot is not None and not self._waits_for_others(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))
                 length = self._longest_span(sequence, min(budget, num_prefill_tokens))
                 budget -= self._schedule(sequence, length, lengths, running)
@@ -430,11 +443,10 @@ class Scheduler:
         """Admit waiting sequences, of the background or the others, to slots, while there are blocks for all their
         uncomputed tokens, and budget for one.
 
-        A sequence that waits for a sibling's prompt needs no budget, but must have its slot when the prompt is
-        computed.
+        A sequence that waits for what others compute needs no budget, but must have its slot when that is computed.
         """
         while (sequence := self._first_with_room(in_background)) is not None:
-            waits = self._waits_for_sibling(sequence)
+            waits = self._waits_for_others(sequence)
             if sequence.request.runs_whole and sequence.num_uncomputed_tokens > budget and lengths:
                 return  # a text longer than any budget runs alone
             if budget <= 0 and not waits:
@@ -533,7 +545,10 @@ class Scheduler:
         """Draft tokens to add to the planned spans; none without a speculator."""
         if self._draft_planner is None:
             return {}
-        return self._draft_planner.propose(lengths, self.limits.max_num_batched_tokens - sum(lengths.values()))
+        budget = self.limits.max_num_batched_tokens - sum(lengths.values())
+        if self.reuse.states is not None:
+            budget = min(budget, self.reuse.states.num_spare(lengths))
+        return self._draft_planner.propose(lengths, budget)
 
     def _take_back_wrong(self, sequence: Sequence, span: Span, new_token_ids: SequenceOf[int]) -> None:
         """Of a span's draft tokens, only accepted ones count as computed."""
@@ -564,10 +579,13 @@ class Scheduler:
     def _siblings(self, sequence: Sequence) -> Iterator[Sequence]:
         return self.sequences.siblings_of(sequence)
 
-    def _waits_for_sibling(self, sequence: Sequence) -> bool:
-        """Whether an earlier sibling is computing the prompt for both."""
+    def _waits_for_others(self, sequence: Sequence) -> bool:
+        """Whether an earlier sibling is computing the prompt for both, or this step a state that the sequence can
+        continue from."""
         if sequence.num_blocks or sequence.num_prompt_tokens == 1 or not self.reuse.can_share:
             return False
+        if self.reuse.waits_for_state(sequence):
+            return True
         if self.reuse.fork_source(sequence, self._siblings(sequence)) is not None:
             return False
         return any(
@@ -588,6 +606,8 @@ class Scheduler:
         ends = {span.sequence_id: span.end - span.num_draft_tokens for span in plan.spans}
         for sequence in self._released_at_commit:
             sequence.num_computed_tokens = ends[sequence.sequence_id]
+            if self.reuse.states is not None:
+                self.reuse.states.settle(sequence)
             self._leave(sequence)
         self._released_at_commit.clear()
 

@@ -8,7 +8,7 @@ from inflight.contracts.api.outputs import FinishReason
 from inflight.contracts.api.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.api.pooling import PooledText
 from inflight.contracts.step.block_hash import Root
-from inflight.contracts.step.plan import BadWords
+from inflight.contracts.step.plan import NO_STATE, BadWords
 from inflight.scheduling.block_pool import BlockTables
 from inflight.scheduling.prefix_cache import Parent
 
@@ -67,6 +67,9 @@ class Sequence:
         num_cached_tokens: prompt tokens taken from the cache when it first ran.
         num_draft_tokens, num_accepted_tokens: draft tokens that were verified, and those that were accepted.
         num_scored_tokens: prompt tokens that need no further log-probability. The first never needs one.
+        state: the recurrent state of its computed tokens.
+        checkpoints: positions at which states of it are to be kept.
+        newest_checkpoint: the state at the last of its block ends.
     """
 
     sequence_id: int
@@ -86,6 +89,9 @@ class Sequence:
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
     num_scored_tokens: int = 1
+    state: int = NO_STATE
+    checkpoints: frozenset[int] = frozenset()
+    newest_checkpoint: int = NO_STATE
 
     @property
     def is_background(self) -> bool:

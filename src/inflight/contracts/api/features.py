@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
 QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"
 OTHER_EXECUTORS, GPU, INSPECTION = "an executor other than packed", "a GPU", "a look into attention and cache"
-"""Features, by the option that asks for each; the last three have no option."""
+DRAFTING = "drafting for another model"
+"""Features, by the option that asks for each; the last four have no option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +107,10 @@ REFUSALS = (
         "it cannot take back what it has computed for draft tokens that turn out wrong",
     ),
     Refusal(
-        (SPECULATION, DRAFT_MODEL),
+        (DRAFTING,),
         "a model with recurrent states",
         lambda model: model.keeps_states,
-        "they cannot go back to where draft tokens turn out wrong",
+        "it keeps no states at its own draft tokens, to go back to where one turns out wrong",
     ),
     Refusal(
         (PREFIX_STORE,),

@@ -45,6 +45,8 @@ class ModelInfo:
         kv_bytes_per_token: cache memory of one token in all layers.
         kv_bytes_per_lasting_token: cache memory of one token outside all windows.
         state_bytes: memory of a sequence's recurrent states, whatever its length; 0: it has none.
+        num_states: how many of them the cache has: two for each sequence that runs, and checkpoints of prefixes; 0: the
+            model has none, or keeps them by slot.
         eos_token_ids: tokens that end a sequence.
         eos_named_by: what names each of them: "configuration", "tokenizer", "chat template", a key of a GGUF file, or
             several of these.
@@ -96,6 +98,7 @@ class ModelInfo:
     eos_named_by: tuple[str, ...] = ()
     can_resume: bool = False
     state_bytes: int = 0
+    num_states: int = 0
 
     @property
     def forward_pass(self) -> str:

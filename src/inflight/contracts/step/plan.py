@@ -18,6 +18,8 @@ BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
 NO_BLOCK = -1
 """In a block table: these tokens' keys and values are dropped, because no later query can see them."""
+NO_STATE = -1
+"""In place of a recurrent state: a sequence's beginning, where it is read; nothing is kept, where it is written."""
 
 BadWords: TypeAlias = Mapping[tuple[int, ...], Sequence[int]]
 """Texts that are never generated, by all but their last token: the tokens that never follow those."""
@@ -69,6 +71,9 @@ class Span:
             log-probabilities (`prompt_logprobs`). For the remaining rows a token is chosen.
         num_draft_tokens: how many of its last tokens are draft tokens. One is accepted if sampling the row before it
             gives the same token.
+        state: the recurrent state that it continues from.
+        states: where it leaves its states: (number of its first tokens, state), ascending. Empty: its states are those
+            of its slot.
     """
 
     sequence_id: int
@@ -79,6 +84,8 @@ class Span:
     sequence_length: int
     scored_ids: Sequence[int] = ()
     num_draft_tokens: int = 0
+    state: int = NO_STATE
+    states: tuple[tuple[int, int], ...] = ()
 
     @property
     def draft_token_ids(self) -> Sequence[int]:

@@ -46,12 +46,17 @@ class Executor(Protocol):
         """Memory that a slot takes, whatever its sequence's length."""
         ...
 
+    @property
+    def bytes_per_state(self) -> int:
+        """Memory of one of the recurrent states that plans name; 0: they name none."""
+        ...
+
     def bytes_per_block(self, block_size: int) -> int:
         """Memory that one block takes in all layers of a cache group."""
         ...
 
-    def allocate(self, num_blocks: int) -> None:
-        """Allocate `num_blocks` blocks."""
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
+        """Allocate blocks, and recurrent states."""
         ...
 
     def release(self, slots: Iterable[int]) -> None:

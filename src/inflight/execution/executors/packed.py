@@ -93,7 +93,7 @@ class StepAdapters(Protocol):
 
 class PackedExecutor:
     """Runs a `RaggedBatch` as one batch row of T tokens. Every attention call keeps its keys and values in blocks;
-    calls of different cache groups share memory, in different blocks. Sequence mixers keep their states by slot.
+    calls of different cache groups share memory, in different blocks. Sequence mixers keep states beside them.
 
     Args:
         model: ours alone, in evaluation mode, with "inflight" for its attention implementation.
@@ -106,6 +106,7 @@ class PackedExecutor:
     """
 
     name = "packed"
+    bytes_per_slot = 0
 
     def __init__(
         self,
@@ -132,7 +133,7 @@ class PackedExecutor:
         """Assigns adapters to the rows of each step."""
         self._calls: list[tuple[AttentionSpec, KVStorage]] = []  # of a forward pass, in order
         self._storages: list[KVStorage] = []  # those with their own memory
-        self._num_blocks = 0
+        self._num_blocks = self._num_states = 0
         self._num_calls = self._num_tokens = 0  # in the running forward pass
 
     @property
@@ -149,20 +150,22 @@ class PackedExecutor:
     def capabilities(self) -> Capabilities:
         """See `Executor`."""
         is_causal = all(spec.is_causal for spec in self.specs)
-        return Capabilities(shares_prefixes=is_causal and not self.bytes_per_slot, chunks_prompts=is_causal)
+        return Capabilities(shares_prefixes=is_causal, chunks_prompts=is_causal)
 
     @property
-    def bytes_per_slot(self) -> int:
+    def bytes_per_state(self) -> int:
         """See `Executor`."""
-        return 0 if self.mixing is None else self.mixing.bytes_per_slot
+        return 0 if self.mixing is None else self.mixing.bytes_per_state
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`."""
         return sum(self.backend.bytes_per_block(self.specs[calls[0]]) for calls in self.grouping.storages())
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See `Executor`."""
-        self._num_blocks = num_blocks
+        self._num_blocks, self._num_states = num_blocks, num_states
+        if self.mixing is not None:
+            self.mixing.allocate(num_states)
         caches, self._storages = allocate_storages(self.backend, self.grouping, num_blocks)
         self._calls = list(zip(self.specs, caches, strict=True))
 
@@ -300,7 +303,7 @@ class PackedExecutor:
         comparison = ComparedAttention(self.backend, definition, self.grouping.parts[0].num_parts)
         self.backend = comparison
         self.run_eagerly()
-        self.allocate(self._num_blocks)
+        self.allocate(self._num_blocks, self._num_states)
         return comparison
 
     def _attend(

@@ -131,11 +131,13 @@ class RowsExecutor:
         """See `Executor`."""
         return bytes_of(self._like)[1]
 
+    bytes_per_state = 0
+
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`. Twice the keys and values: those of decoding sequences are also kept gathered."""
         return 2 * block_size * bytes_of(self._like)[0]
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See `Executor`."""
         self._cache = RowCache(self._like, num_blocks * self.block_size, self.num_slots)
 

@@ -39,7 +39,7 @@ class SequentialExecutor:
 
     name = "sequential"
     cache_groups = (ALL_TOKENS,)
-    bytes_per_slot = 0
+    bytes_per_slot = bytes_per_state = 0
 
     def __init__(self, model: PreTrainedModel, *, in_one_piece: bool = False, uses_cache: bool = True) -> None:
         self.model = model
@@ -57,7 +57,7 @@ class SequentialExecutor:
         """See `Executor`. The size of the model's own caches is unknown."""
         return 0
 
-    def allocate(self, num_blocks: int) -> None:
+    def allocate(self, num_blocks: int, num_states: int = 0) -> None:
         """See `Executor`. The model allocates its own caches."""
         self._caches.clear()
 

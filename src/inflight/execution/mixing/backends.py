@@ -13,27 +13,34 @@ import numpy as np
 import torch
 from torch.nn import functional
 
+from inflight.contracts.step.plan import NO_STATE
 from inflight.execution.kernels import delete_with, kernels_available
 from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.mixing.interface import MixerSpec, Operators, Recurrence
 from inflight.execution.ragged_batch import IntArray, RaggedBatch
 
-ZEROS = -1
-"""In place of a slot: a sequence's beginning."""
+FROM_SPAN_BEFORE = -2
+"""In place of a state: that of the span before."""
 _COLUMNS = 32
 """Columns of a state that kernels compute together."""
 
 
 def mixed_spans(batch: RaggedBatch) -> IntArray:
-    """What advances which state in a step, `[n, 4]` int64: first row and end, and slots before and after."""
-    ends = np.cumsum(batch.query_lens_host)
-    slots = np.array([span.slot for span in batch.spans], dtype=np.int64)
-    before = np.where(batch.kv_lens_host > batch.query_lens_host, slots, ZEROS)
-    return np.stack([ends - batch.query_lens_host, ends, before, slots], axis=1)
+    """What advances which state in a step, `[n, 4]` int64: first row and end, and states before and after."""
+    spans: list[tuple[int, int, int, int]] = []
+    first = 0
+    for span in batch.spans:
+        row, before = first, NO_STATE if span.start == 0 else span.state if span.states else span.slot
+        first += span.length
+        for length, after in span.states or ((span.length, span.slot),):
+            end = first - span.length + length
+            spans.append((row, end, before, after))
+            row, before = end, FROM_SPAN_BEFORE
+    return np.array(spans, dtype=np.int64).reshape(-1, 4)
 
 
 class MixingBackend(Operators, Protocol):
-    """Keeps the states of all slots, and runs the operators of a forward pass in order."""
+    """Keeps states, and runs the operators of a forward pass in order."""
 
     @property
     def handles(self) -> Sequence[int]:
@@ -41,8 +48,16 @@ class MixingBackend(Operators, Protocol):
         ...
 
     @property
-    def bytes_per_slot(self) -> int:
-        """Memory that the states of a slot take."""
+    def bytes_per_state(self) -> int:
+        """Memory that a sequence's states take in all operators."""
+        ...
+
+    def allocate(self, num_states: int) -> None:
+        """Allocate memory for states."""
+        ...
+
+    def memory_of(self, state: int) -> list[torch.Tensor]:
+        """A state in every operator, float32."""
         ...
 
     def begin_step(self, batch: RaggedBatch) -> None:
@@ -75,11 +90,16 @@ class _InOrder:
     def __init__(self, specs: Sequence[MixerSpec]) -> None:
         self._specs = specs
         self._num_run = 0
+        self._states: list[torch.Tensor] = []  # of each operator, float32
 
     @property
-    def bytes_per_slot(self) -> int:
+    def bytes_per_state(self) -> int:
         """See `MixingBackend`."""
         return sum(4 * _size(spec) for spec in self._specs)
+
+    def memory_of(self, state: int) -> list[torch.Tensor]:
+        """See `MixingBackend`."""
+        return [states[state] for states in self._states]
 
     @property
     def num_missing(self) -> int:
@@ -100,20 +120,21 @@ class _InOrder:
 
 
 class CpuMixing(_InOrder):
-    """The kernels' backend. Needs `kernels_available()`.
+    """The kernels' backend. Needs `kernels_available()`."""
 
-    Args:
-        num_slots: of sequences that run.
-    """
-
-    def __init__(self, specs: Sequence[MixerSpec], num_slots: int) -> None:
+    def __init__(self, specs: Sequence[MixerSpec]) -> None:
         super().__init__(specs)
         self._step = torch.ops.inflight.new_mixer_step()
         delete_with(self, torch.ops.inflight.delete_mixer_step, self._step)
         self.handles: list[int] = []
-        for spec in specs:
-            states = untouched_memory(4 * num_slots * _size(spec)).view(torch.float32).view(num_slots, -1)
-            self.handles.append(torch.ops.inflight.new_mixer(self._step, states))
+
+    def allocate(self, num_states: int) -> None:
+        """See `MixingBackend`."""
+        self._states, self.handles = [], []
+        for spec in self._specs:
+            memory = untouched_memory(4 * num_states * _size(spec)).view(torch.float32).view(num_states, -1)
+            self._states.append(memory)
+            self.handles.append(torch.ops.inflight.new_mixer(self._step, memory))
             delete_with(self, torch.ops.inflight.delete_mixer, self.handles[-1])
 
     def begin_step(self, batch: RaggedBatch) -> None:
@@ -141,18 +162,18 @@ class CpuMixing(_InOrder):
 
 
 class ReferenceMixing(_InOrder):
-    """The definition, in torch's operators, one token at a time. On any device.
-
-    Args:
-        num_slots: of sequences that run.
-    """
+    """The definition, in torch's operators, one token at a time. On any device."""
 
     handles: Sequence[int] = ()
 
-    def __init__(self, specs: Sequence[MixerSpec], num_slots: int, device: torch.device) -> None:
+    def __init__(self, specs: Sequence[MixerSpec], device: torch.device) -> None:
         super().__init__(specs)
-        self._states = [torch.zeros(num_slots, *spec.state, device=device) for spec in specs]
+        self._device = device
         self._spans: list[list[int]] = []
+
+    def allocate(self, num_states: int) -> None:
+        """See `MixingBackend`."""
+        self._states = [torch.zeros(num_states, *spec.state, device=self._device) for spec in self._specs]
 
     def begin_step(self, batch: RaggedBatch) -> None:
         """See `MixingBackend`."""
@@ -165,9 +186,12 @@ class ReferenceMixing(_InOrder):
         states = self._states[self._next(MixerSpec(False, (weight.shape[1] - 1, x.shape[1])))]
         output = torch.zeros_like(x)
         for row, end, before, after in self._spans:
-            known = torch.zeros_like(states[0]) if before == ZEROS else states[before]
+            if before != FROM_SPAN_BEFORE:
+                known = torch.zeros_like(states[0]) if before == NO_STATE else states[before]
             rows = torch.cat([known.to(x.dtype), x[row:end]])
-            states[after] = rows[-len(known) :]
+            known = rows[-len(known) :]
+            if after != NO_STATE:
+                states[after] = known
             summed = functional.conv1d(rows.T[None], weight[:, None], bias, groups=x.shape[1])[0].T
             output[row:end] = _activated(summed, activation)
         return output
@@ -182,7 +206,8 @@ class ReferenceMixing(_InOrder):
         query, value = query * given.scale, given.value.float()
         output = torch.zeros_like(value)
         for row, end, before, after in self._spans:
-            state = torch.zeros_like(states[0]) if before == ZEROS else states[before]
+            if before != FROM_SPAN_BEFORE:
+                state = torch.zeros_like(states[0]) if before == NO_STATE else states[before]
             for token in range(row, end):
                 state = state * _decay(given, token)
                 update = value[token]
@@ -192,7 +217,8 @@ class ReferenceMixing(_InOrder):
                     update = update * given.beta[token, :, None]
                 state = state + key[token][:, :, None] * update[:, None]
                 output[token] = torch.einsum("hk,hkv->hv", query[token], state)
-            states[after] = state
+            if after != NO_STATE:
+                states[after] = state
             if given.skip is not None:
                 output[row:end] += given.skip[:, None] * value[row:end]
         return output.to(given.dtype)
@@ -212,10 +238,10 @@ def _decay(given: Recurrence, token: int) -> torch.Tensor:
     return decay.exp()[..., None] if decay.dim() == 2 else decay.exp()[:, None, None]
 
 
-def make_mixing(specs: Sequence[MixerSpec], num_slots: int, device: torch.device) -> MixingBackend | None:
+def make_mixing(specs: Sequence[MixerSpec], device: torch.device) -> MixingBackend | None:
     """The best backend for the device; None: there is nothing to run."""
     if not specs:
         return None
     if device.type == "cpu" and kernels_available():
-        return CpuMixing(specs, num_slots)
-    return ReferenceMixing(specs, num_slots, device)
+        return CpuMixing(specs)
+    return ReferenceMixing(specs, device)

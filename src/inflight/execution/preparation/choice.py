@@ -315,7 +315,7 @@ class _Search:
             longest = min(report.max_model_len, config.max_model_len or report.max_model_len)
             attention = backend(block_size)
             grouping = group_calls(report.specs, longest, attention.bytes_per_block)
-            mixing = make_mixing(report.mixers, num_slots, model.device)
+            mixing = make_mixing(report.mixers, model.device)
             return PackedExecutor(model, attention, grouping, report.min_rows, report.counting, mixing)
 
         return ChosenExecutor(make, backend(config.kv_cache.block_size).name, result, proved_on, report)

@@ -131,7 +131,8 @@ def describe(
         recompute_beyond=longrope_length(model.config.get_text_config()),
         can_share_prefixes=executor.capabilities.shares_prefixes,
         can_resume=executor.capabilities.chunks_prompts and not executor.capabilities.shares_prefixes,
-        state_bytes=executor.bytes_per_slot,
+        state_bytes=executor.bytes_per_slot or executor.bytes_per_state,
+        num_states=_num_states(executor, num_blocks, config),
         block_size=config.kv_cache.block_size,
         num_blocks=num_blocks,
         cache_groups=tuple(layout.groups),
@@ -166,12 +167,29 @@ def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: Engine
     bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)
     memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
     memory -= config.scheduling.max_num_seqs * executor.bytes_per_slot
+    if executor.bytes_per_state:  # of what running sequences leave, checkpoints take a half
+        memory = (memory - 2 * _num_slots(executor, config) * executor.bytes_per_state) // 2
     if memory < bytes_per_block:
         raise ModelError(
             f"the cache may take {max(0, memory)} bytes; one block of {config.kv_cache.block_size} tokens takes "
             f"{bytes_per_block}"
         )
     return min(memory // max(1, bytes_per_block), config.scheduling.max_num_seqs * max_blocks_per_sequence)
+
+
+def _num_slots(executor: Executor, config: EngineConfig) -> int:
+    """The most sequences that run at once: states of theirs take at most half of the memory."""
+    memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
+    return max(1, min(config.scheduling.max_num_seqs, memory // (4 * executor.bytes_per_state)))
+
+
+def _num_states(executor: Executor, num_blocks: int, config: EngineConfig) -> int:
+    """Two states for each running sequence, and as many checkpoints as take the memory of keys and values."""
+    if not executor.bytes_per_state:
+        return 0
+    num_slots = _num_slots(executor, config)
+    kv_bytes = num_blocks * executor.bytes_per_block(config.kv_cache.block_size)
+    return 2 * num_slots + max(num_slots, kv_bytes // executor.bytes_per_state)
 
 
 def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:

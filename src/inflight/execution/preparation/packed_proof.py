@@ -356,9 +356,9 @@ class PackedProof:
     def executor(self, make_backend: MakeBackend) -> PackedExecutor:
         """A packed executor with a small cache."""
         backend, grouping = make_backend(PROOF_BLOCK_SIZE), Grouping(self.specs)
-        mixing = make_mixing(self.mixers, NUM_PROOF_SLOTS, self.model.device)
+        mixing = make_mixing(self.mixers, self.model.device)
         executor = PackedExecutor(self.model, backend, grouping, counting=self.counting, mixing=mixing)
-        executor.allocate(NUM_PROOF_BLOCKS)
+        executor.allocate(NUM_PROOF_BLOCKS, NUM_PROOF_SLOTS)
         return executor
 
     def require_agreement(self, executor: PackedExecutor, tolerance: Tolerance) -> tuple[float, float]:

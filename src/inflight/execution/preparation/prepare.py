@@ -151,7 +151,7 @@ def _prepare(
         own_tensors(model, MAX_COPIED)
     executor = choice.make_executor(config.kv_cache.block_size, config.scheduling.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
-    executor.allocate(info.num_blocks)
+    executor.allocate(info.num_blocks, info.num_states)
     pooler = None
     if parts is not None:
         info = _of_texts(info, executor, parts)

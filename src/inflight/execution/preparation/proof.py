@@ -49,7 +49,6 @@ from inflight.execution.ragged_batch import RaggedBatch
 PROOF_BLOCK_SIZE = 4
 NUM_PROOF_BLOCKS = 32
 NUM_PROOF_SLOTS = 2
-NUM_PROOF_SLOTS = 2
 PADDING_PLACE = 4
 """The positions of the model's padding token in proof prompts, where it is an ordinary token."""
 MIN_EFFECT = 20

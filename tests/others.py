@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
+from tests import zoo
 from tests.zoo import BASE_STD, FULL, SLIDING, VOCAB_SIZE, _config, _gqa_config
 
 LINEAR = "linear_attention"
@@ -118,8 +119,10 @@ FACTORS = {
 
 @cache
 def build(name: str, seed: int = 0) -> PreTrainedModel:
-    """Build a float32 model in evaluation mode. Matrices are drawn with a larger deviation than usual, so that context
+    """Build a float32 model in evaluation mode, one of the zoo or of these. Matrices are drawn with a larger deviation than usual, so that context
     matters. The proof itself measures how much, and refuses a model that does not depend on context."""
+    if name in zoo.ARCHITECTURES:
+        return zoo.build(name, seed)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config((ALL | OTHERS)[name](), dtype=torch.float32).eval()

@@ -23,7 +23,7 @@ from inflight.contracts.step.plan import SlotAssignment
 from inflight.contracts.step.record import StepRecord
 from inflight.engine.engine import Engine
 from inflight.execution.ragged_batch import RaggedBatch
-from tests import zoo
+from tests import others, zoo
 from tests.speculation.oracle import Oracle, make_it_ask
 
 NUM_REQUESTS = 40
@@ -44,7 +44,7 @@ class Reference:
 @cache
 def references(name: str) -> list[Reference]:
     """Requests of mixed lengths for a zoo model, with the plain model's answers."""
-    return make_references(name, zoo.build(name))
+    return make_references(name, others.build(name))
 
 
 def make_references(name: str, model: PreTrainedModel, number: int = NUM_REQUESTS) -> list[Reference]:
@@ -94,7 +94,7 @@ def num_blocks_for(name: str, num_tokens: int, *, block_size: int, budget: int) 
 
 @cache
 def _cache_groups(name: str) -> Sequence[CacheGroup]:
-    return Engine(zoo.build(name), EngineConfig(num_blocks=1, record_forward=False)).scheduler.block_pool.layout.groups
+    return Engine(others.build(name), EngineConfig(num_blocks=1, record_forward=False)).scheduler.block_pool.layout.groups
 
 
 def has_windows(name: str) -> bool:

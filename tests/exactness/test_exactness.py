@@ -6,7 +6,7 @@ It holds for every token budget, block size and cache size (docs/architecture.md
 import pytest
 
 from inflight import LLM, SamplingParams
-from tests import zoo
+from tests import others, zoo
 from tests.exactness.harness import (
     MAX_SHARE_OF_TIES,
     assert_exact,
@@ -20,7 +20,7 @@ BUDGETS = (8, 64, 2048)
 BLOCK_SIZES = (1, 16, 32)
 LATIN_SQUARE = [
     (name, budget, BLOCK_SIZES[(row + column) % 3])
-    for row, name in enumerate(zoo.ARCHITECTURES)
+    for row, name in enumerate((*zoo.ARCHITECTURES, "qwen3_next", "falcon_h1"))
     for column, budget in enumerate(BUDGETS)
 ]
 """Every model runs with every budget and every block size; several models run with each of the nine pairs."""
@@ -37,7 +37,7 @@ ROOMY = 16_384
 )
 def test_exact_in_a_cache_so_small_that_sequences_are_preempted(name: str, budget: int, block_size: int) -> None:
     run = run_teacher_forced(
-        zoo.build(name),
+        others.build(name),
         references(name),
         max_num_batched_tokens=budget,
         block_size=block_size,

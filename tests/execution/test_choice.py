@@ -45,12 +45,12 @@ def test_the_engine_gives_the_tokens_of_the_plain_model(name: str) -> None:
     llm = LLM(model, **others.options())
     kinds = ((others.STATES, "packed"), (others.SEQUENTIAL, "sequential"), (others.ROWS, "rows"))
     assert llm.model_info.executor == next(executor for names, executor in kinds if name in names)
-    assert llm.model_info.can_share_prefixes == (name in others.ROWS)
+    assert llm.model_info.can_share_prefixes == (name not in others.SEQUENTIAL)
     assert llm.model_info.logits_error < 2e-5
     if name in others.STATES:
         assert llm.model_info.is_recorded
         assert llm.model_info.is_batch_invariant
-        assert llm.model_info.state_bytes > 0
+        assert llm.model_info.num_states * llm.model_info.state_bytes > 0
     else:
         assert llm.model_info.attention_error is None
         assert any(note.startswith("not packed:") for note in llm.model_info.notes)
@@ -92,11 +92,11 @@ def test_a_model_that_depends_on_its_batch_runs_sequentially() -> None:
         assert not others.wrong_tokens(model, prompt, output.outputs[0].token_ids)
 
 
-def test_rows_share_prefixes_and_states_do_not() -> None:
+def test_rows_and_states_share_prefixes() -> None:
     chance = random.Random(1)
     common = [chance.randrange(1, zoo.VOCAB_SIZE) for _ in range(40)]
     asked = [[*common, number] for number in range(1, 6)]
-    for name, is_shared in (("bloom", True), ("qwen3_next", False)):
+    for name in ("bloom", "qwen3_next", "mamba2"):
         model = others.build(name)
         llm = LLM(model, **others.options(num_blocks=200))
         params = SamplingParams(temperature=0, max_tokens=8, n=2)
@@ -104,7 +104,7 @@ def test_rows_share_prefixes_and_states_do_not() -> None:
             for prompt, output in zip(asked, outputs, strict=True):
                 for completion in output.outputs:
                     assert not others.wrong_tokens(model, prompt, completion.token_ids)
-        assert (llm.engine.stats().num_cached_tokens > 0) == is_shared
+        assert llm.engine.stats().num_cached_tokens > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv", "bloom"])
@@ -132,7 +132,7 @@ def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch
                 outputs[output.request_id] += output.new_token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
-    assert num_interrupts > 4
+    assert num_interrupts > 3
     assert list(outputs.values()) == expected
 
 

@@ -167,8 +167,8 @@ def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: Engine
     bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)
     memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
     memory -= config.scheduling.max_num_seqs * executor.bytes_per_slot
-    if executor.bytes_per_state:  # of what running sequences leave, checkpoints take a half
-        memory = (memory - 2 * _num_slots(executor, config) * executor.bytes_per_state) // 2
+    if executor.bytes_per_state:
+        memory = _checkpoint_memory(executor, config)
     if memory < bytes_per_block:
         raise ModelError(
             f"the cache may take {max(0, memory)} bytes; one block of {config.kv_cache.block_size} tokens takes "
@@ -187,9 +187,15 @@ def _num_states(executor: Executor, num_blocks: int, config: EngineConfig) -> in
     """Two states for each running sequence, and as many checkpoints as take the memory of keys and values."""
     if not executor.bytes_per_state:
         return 0
-    num_slots = _num_slots(executor, config)
     kv_bytes = num_blocks * executor.bytes_per_block(config.kv_cache.block_size)
-    return 2 * num_slots + max(num_slots, kv_bytes // executor.bytes_per_state)
+    num_slots, num_bytes = _num_slots(executor, config), kv_bytes or _checkpoint_memory(executor, config)
+    return 2 * num_slots + max(num_slots, num_bytes // executor.bytes_per_state)
+
+
+def _checkpoint_memory(executor: Executor, config: EngineConfig) -> int:
+    """The most bytes of checkpoints, and of keys and values: each take half of what running sequences leave."""
+    memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
+    return (memory - 2 * _num_slots(executor, config) * executor.bytes_per_state) // 2
 
 
 def describe_calls(specs: tuple[AttentionSpec, ...]) -> tuple[str, ...]:

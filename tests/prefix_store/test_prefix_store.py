@@ -167,13 +167,13 @@ def test_a_folder_that_vanishes_is_made_again(store: PrefixStore, tmp_path: Path
 
 
 def test_nothing_is_loaded_where_computing_is_faster(store: PrefixStore) -> None:
-    assert store.is_faster(100, 1)
+    assert store.is_faster(100, 0, 1)
     store.observe_prefill(1000, 1.0)
-    assert store.is_faster(1, 16)
+    assert store.is_faster(1, 0, 16)
     store.observe_prefill(10**9, 1e-3)
     for _ in range(200):
         store.observe_prefill(10**9, 1e-3)
-    assert not store.is_faster(1, 16)
+    assert not store.is_faster(1, 0, 16)
 
 
 @pytest.mark.parametrize("seconds", [0.0, LONG])

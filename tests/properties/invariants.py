@@ -68,6 +68,7 @@ def check_states(world: "World") -> None:
     if world.in_flight is not None:
         held += Counter(e.sequence.state for e in world.hit if e.finish_reason is not None and e.sequence.state >= 0)
         held += Counter(s for span in world.in_flight.spans for _, s in span.states if s != span.state)
+    held += Counter(each.state for each in world.scheduler.persistence._restorations)
     assert {state: number for state, number in enumerate(states._num_references) if number} == held
     others = [*states._free, *states._replaced, *states._cached, *range(states._num_touched, states.num_states)]
     assert sorted(others) == [state for state in range(states.num_states) if not held[state]]

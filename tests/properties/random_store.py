@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from inflight.scheduling.persistence import BlockContent
 from tests.properties.model_cache import ModelCache, Place
+from tests.properties.model_states import ModelStates
 
 
 @dataclass
@@ -18,7 +19,8 @@ class Loading:
 class RandomStore:
     """A block store without a thread: what it has been asked for happens in `advance`."""
 
-    def __init__(self, seed: int, cache: ModelCache) -> None:
+    def __init__(self, seed: int, cache: ModelCache, states: ModelStates | None) -> None:
+        self._states = states
         self.num_loaded = 0
         self._rng = random.Random(seed)
         self._cache = cache
@@ -29,8 +31,9 @@ class RandomStore:
     def has(self, block_hash: bytes, group: int) -> bool:
         return (block_hash, group) in self._kept
 
-    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
+    def is_faster(self, num_blocks: int, num_states: int, num_tokens: int) -> bool:
         assert num_blocks > 0
+        assert num_states == (self._states is not None)
         assert num_tokens > 0
         return self._rng.random() < 0.9
 
@@ -61,7 +64,8 @@ class RandomStore:
             content, block, is_current = self._saves.pop(self._rng.randrange(len(self._saves)))
             if is_current():
                 places = self._places(block)
-                assert [token for _, token, _, _ in places] == list(memoryview(content.token_ids).cast("i"))
+                size = self._cache.block_size
+                assert [token for _, token, _, _ in places[-size:]] == list(memoryview(content.token_ids).cast("i"))
                 self._kept[content.block_hash, content.group] = content, list(places)
 
     def _load_one(self) -> None:
@@ -74,8 +78,7 @@ class RandomStore:
         kept = self._kept.get((content.block_hash, content.group))
         if kept is not None:
             assert kept[0] == content
-            size = self._cache.block_size
-            self._cache.places[block * size : (block + 1) * size] = kept[1]
+            self._write(block, kept[1])
             loading.num_loaded += 1
             self.num_loaded += 1
         if kept is None or loading.num_loaded == len(loading.blocks):
@@ -83,5 +86,15 @@ class RandomStore:
             self._loads.remove(loading)
 
     def _places(self, block: int) -> list[Place]:
-        size = self._cache.block_size
+        """The content of a block, or of a state, whose numbers follow."""
+        size, num_blocks = self._cache.block_size, self._cache.sizes.num_blocks
+        if self._states is not None and block >= num_blocks:
+            return self._states.states[block - num_blocks] or []
         return self._cache.places[block * size : (block + 1) * size]
+
+    def _write(self, block: int, places: list[Place]) -> None:
+        size, num_blocks = self._cache.block_size, self._cache.sizes.num_blocks
+        if self._states is not None and block >= num_blocks:
+            self._states.states[block - num_blocks] = places
+        else:
+            self._cache.places[block * size : (block + 1) * size] = places

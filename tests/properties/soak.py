@@ -26,7 +26,7 @@ def random_sizes(rng: random.Random) -> Sizes:
     return Sizes(
         windows=windows,
         sharing=sharing,
-        num_states=rng.choice([0, rng.randint(2, 24)]) if sharing else 0,
+        num_states=rng.choice([0, 0, rng.randint(2, 24)]) if sharing else 0,
         num_blocks=rng.randint(1, 16) * len(windows),
         block_size=rng.randint(1, 5),
         max_num_seqs=rng.randint(1, 7),

@@ -176,8 +176,10 @@ def reached() -> Counter[str]:
         ("accepted draft tokens", 1000),
         ("rejected draft tokens", 1000),
         ("sequences that found something computed", 1000),
-        ("spans that read what another wrote in the same step", 50),
+        ("spans that read what another wrote in the same step", 30),
+        ("states left on the way", 300),
         ("steps waited for a sibling", 300),
+        ("steps waited for a state", 5),
     ],
 )
 def test_every_mechanism_is_reached_many_times(reached: Counter[str], mechanism: str, at_least: int) -> None:

@@ -35,7 +35,8 @@ class World:
         self.sizes = sizes
         self.pool = BlockPool(sizes.num_blocks, sizes.layout)
         self.cache = ModelCache(sizes)
-        self.store = None if sizes.storing is None else RandomStore(sizes.storing, self.cache)
+        self.states = ModelStates(sizes.num_states) if sizes.num_states else None
+        self.store = None if sizes.storing is None else RandomStore(sizes.storing, self.cache, self.states)
         self.now = 0.0
         retention = None
         if sizes.retention is not None:
@@ -59,7 +60,7 @@ class World:
             retention=retention,
             num_states=sizes.num_states,
         )
-        self.states = ModelStates(sizes.num_states) if sizes.num_states else None
+        self.scheduler.reuse.least_awaited = 1
         self.lanes = Lanes(sizes.num_slots)
         self.runners = Runner(), Runner()
         """One follows only the committed steps, the other all planned steps."""

@@ -28,7 +28,14 @@ def open_prefix_store(config: EngineConfig, runner: ModelRunner) -> PrefixStore 
         folder = BlockFolder(path, fingerprint, config.prefix_cache.size, _about(config, runner))
     except OSError as error:
         raise ModelError(f"prefix_cache_dir {str(path)!r} cannot be used: {error}") from error
-    return PrefixStore(folder, runner.rows_of_block, SECONDS_TO_SAVE, num_blocks=runner.info.num_blocks, touch=populate)
+    return PrefixStore(
+        folder,
+        runner.rows_of_block,
+        SECONDS_TO_SAVE,
+        num_blocks=runner.info.num_blocks,
+        bytes_per_state=runner.info.state_bytes,
+        touch=populate,
+    )
 
 
 def pin_prefix(
@@ -38,7 +45,8 @@ def pin_prefix(
     not all of it is saved."""
     size = info.block_size
     firsts = [group.first_visible(len(token_ids) // size * size) // size for group in info.cache_groups]
-    store.pin(token_ids, size, firsts, cache_salt, adapter)
+    state_after = (len(token_ids) - 1) // size - 1 if info.num_states else None
+    store.pin(token_ids, size, firsts, cache_salt, adapter, state_after=state_after)
 
 
 def _about(config: EngineConfig, runner: ModelRunner) -> dict[str, object]:

@@ -56,17 +56,17 @@ class _Speeds:
     """How fast loading and computing are, as far as is known.
 
     Attributes:
-        bytes_per_block: of the cache.
+        bytes_per_block, bytes_per_state: of the cache.
     """
 
-    def __init__(self, bytes_per_block: int) -> None:
-        self.bytes_per_block = bytes_per_block
+    def __init__(self, bytes_per_block: int, bytes_per_state: int) -> None:
+        self.bytes_per_block, self.bytes_per_state = bytes_per_block, bytes_per_state
         self._rate = FIRST_RATE
         self._seconds_per_token: float | None = None
 
-    def observe_load(self, num_blocks: int, seconds: float, num_threads: int) -> None:
-        """Threads loaded `num_blocks` blocks together in `seconds`."""
-        each = self.bytes_per_block * num_blocks / max(seconds, 1e-9) / num_threads
+    def observe_load(self, num_bytes: int, seconds: float, num_threads: int) -> None:
+        """Threads loaded this much together in `seconds`."""
+        each = num_bytes / max(seconds, 1e-9) / num_threads
         self._rate += SMOOTHING * (each - self._rate)
 
     def observe_prefill(self, num_tokens: int, seconds: float) -> None:
@@ -75,20 +75,23 @@ class _Speeds:
         known = each if self._seconds_per_token is None else self._seconds_per_token
         self._seconds_per_token = known + SMOOTHING * (each - known)
 
-    def is_loading_faster(self, num_blocks: int, num_tokens: int, num_threads: float) -> bool:
-        """Whether blocks are loaded sooner than tokens are computed. Before anything was computed, they are."""
+    def is_loading_faster(self, num_blocks: int, num_states: int, num_tokens: int, num_threads: float) -> bool:
+        """Whether blocks and states are loaded sooner than tokens are computed. Before anything was computed, they
+        are."""
         if self._seconds_per_token is None:
             return True
-        return num_blocks * self.bytes_per_block / self._rate / num_threads < num_tokens * self._seconds_per_token
+        num_bytes = num_blocks * self.bytes_per_block + num_states * self.bytes_per_state
+        return num_bytes / self._rate / num_threads < num_tokens * self._seconds_per_token
 
 
 class PrefixStore:
     """A `BlockStore` in a folder. Its thread runs until `end` or the end of the process.
 
     Args:
-        rows_of: the memory of a block of the cache.
+        rows_of: the memory of a block of the cache, or of a recurrent state, whose numbers follow.
         seconds_to_save: how long it may save at the end.
         num_blocks: of the cache; the first are used first.
+        bytes_per_state: of a recurrent state.
         touch: commits memory before it is written to.
         clock: seconds.
 
@@ -105,6 +108,7 @@ class PrefixStore:
         clock: Callable[[], float] = time.perf_counter,
         *,
         num_blocks: int = 0,
+        bytes_per_state: int = 0,
         touch: Callable[[memoryview], None] = lambda memory: None,
     ) -> None:
         self.is_busy = False
@@ -112,7 +116,7 @@ class PrefixStore:
         self._folder = folder
         self._rows_of = rows_of
         self._clock = clock
-        self._speeds = _Speeds(sum(map(len, rows_of(0))))
+        self._speeds = _Speeds(max(1, sum(map(len, rows_of(0)))), bytes_per_state)
         self.observe_prefill = self._speeds.observe_prefill
         self._loads: deque[BlockLoading] = deque()
         self._saves: deque[Saving] = deque()
@@ -132,10 +136,10 @@ class PrefixStore:
         """See `BlockStore`."""
         return self._folder.has(block_hash, group)
 
-    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
+    def is_faster(self, num_blocks: int, num_states: int, num_tokens: int) -> bool:
         """See `BlockStore`."""
         num_threads = SHARE_OF_LOADING if self.is_busy else NUM_READERS
-        return self._speeds.is_loading_faster(num_blocks, num_tokens, num_threads)
+        return self._speeds.is_loading_faster(num_blocks, num_states, num_tokens, num_threads)
 
     def load(self, blocks: Sequence[tuple[BlockContent, int]]) -> BlockLoading:
         """See `BlockStore`."""
@@ -164,24 +168,30 @@ class PrefixStore:
         firsts: Sequence[int],
         cache_salt: str | None,
         adapter: str | None = None,
+        *,
+        state_after: int | None = None,
     ) -> None:
         """Pin the saved blocks of a prompt.
 
         Args:
             token_ids: its tokens; only full blocks are pinned.
             firsts: the first block that later tokens see, in each cache group.
+            state_after: the block at whose end a later prompt continues; None: there are no recurrent states.
 
         Raises:
             ValueError: too much would be pinned.
             OSError: the folder cannot be used, or blocks that later tokens see are not in it.
         """
-        paths, num_missing = list[Path](), len(token_ids) // block_size * len(firsts)
+        paths, num_missing = list[Path](), len(token_ids) // block_size * (len(firsts) + 1)
         for is_long in (False, True):
             hashes, needed = block_hashes(token_ids, block_size, Root(cache_salt, is_long, adapter)), list[Path]()
             for number, block_hash in enumerate(hashes):
                 of_groups = [self._folder.path_of(block_hash, group) for group in range(len(firsts))]
                 needed += [path for path, first in zip(of_groups, firsts, strict=True) if number >= first]
                 paths += of_groups
+                if state_after is not None:
+                    paths.append(self._folder.path_of(block_hash, len(firsts)))
+                    needed += paths[-1:] * (number == state_after)
             num_missing = min(num_missing, sum(not path.exists() for path in needed))
         self._folder.pin(paths)
         if num_missing:
@@ -265,7 +275,8 @@ class PrefixStore:
         self._announce(loading)
         num_there = self._load_all(blocks, min(num_threads, len(blocks)))
         if num_there == len(blocks):
-            self._speeds.observe_load(num_there, self._clock() - start, min(num_threads, num_there))
+            num_bytes = sum(len(row) for _, block in blocks for row in self._rows_of(block))
+            self._speeds.observe_load(num_bytes, self._clock() - start, min(num_threads, num_there))
         with self._changed:
             self.num_loaded += num_there
             loading.num_loaded += num_there

@@ -2,7 +2,8 @@
 
 Before a request's sequences queue for slots, stored blocks of its prompt that the cache lacks may be loaded. Meanwhile
 they are *parked*, and all others run. Loaded blocks go into the prefix cache, as if computed here; if loading fails,
-they are computed. Each full block of known content is handed to the store to be saved. The port is `BlockStore`.
+they are computed. Each full block of known content is handed to the store to be saved. A checkpoint of recurrent
+states is stored like a block, in a group after the others. The port is `BlockStore`.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,10 +12,11 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from inflight.contracts.step.block_hash import block_hash
-from inflight.contracts.step.plan import NO_BLOCK
+from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from inflight.scheduling.block_pool import BlockPool, BlockTables
 from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_key
 from inflight.scheduling.sequence import Sequence
+from inflight.scheduling.states import States
 
 LARGEST_SHARE = 0.5
 """The most of the cache that blocks being loaded may take."""
@@ -27,7 +29,7 @@ class BlockContent(NamedTuple):
         block_hash: its own; see `contracts.step.block_hash`.
         parent: the hash of the block before it, or of the root.
         token_ids: its tokens, as int32.
-        group: the cache group whose keys and values it holds.
+        group: the cache group whose keys and values it holds; the number of groups: it is a recurrent state.
     """
 
     block_hash: bytes
@@ -58,13 +60,13 @@ class BlockStore(Protocol):
         """Whether a block may be here. Only loading it shows."""
         ...
 
-    def is_faster(self, num_blocks: int, num_tokens: int) -> bool:
-        """Whether loading `num_blocks` takes less time than computing `num_tokens`."""
+    def is_faster(self, num_blocks: int, num_states: int, num_tokens: int) -> bool:
+        """Whether loading blocks and recurrent states takes less time than computing tokens."""
         ...
 
     def load(self, blocks: SequenceOf[tuple[BlockContent, int]]) -> Loading:
         """Start loading contents into blocks of the cache, in order, up to the first that fails. Until it is done,
-        nothing else may read or write these blocks."""
+        nothing else may read or write these blocks. Numbers after those of blocks are states'."""
         ...
 
     def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
@@ -89,6 +91,7 @@ class Restoration:
         chain: the tokens of each block from the first on.
         contents: of each block to load, its place in the chain and its content.
         tables: hold these blocks, and those before them.
+        state: the last of the contents is loaded into it; `NO_STATE`: there are no states.
         parked: the sequences that wait for them.
     """
 
@@ -98,6 +101,7 @@ class Restoration:
     chain: list[bytes]
     contents: list[tuple[int, BlockContent]]
     tables: BlockTables
+    state: int
     parked: list[Sequence]
 
 
@@ -107,12 +111,18 @@ class Persistence:
     Args:
         store: None: there is none.
         find: returns the cached nodes that a sequence can begin with (see `Reuse.find`).
+        states: None: the model has none.
     """
 
     def __init__(
-        self, store: BlockStore | None, block_pool: BlockPool, find: Callable[[Sequence], list[PrefixNode]]
+        self,
+        store: BlockStore | None,
+        block_pool: BlockPool,
+        find: Callable[[Sequence], list[PrefixNode]],
+        states: States | None = None,
     ) -> None:
         self._store = store
+        self._states = states
         self.num_restored_tokens = 0
         self._block_pool = block_pool
         self._find = find
@@ -146,7 +156,9 @@ class Persistence:
             return True
         tables, num_tokens = pool.new_tables(), (len(nodes) + len(chain)) * size
         room = min(pool.num_available - pool.num_kept, int(pool.num_blocks * LARGEST_SHARE))
-        if len(chain) * len(tables) > room or not store.is_faster(len(contents), len(chain) * size):
+        num_states = int(self._states is not None)
+        num_blocks = len(contents) - num_states
+        if len(chain) * len(tables) > room or not store.is_faster(num_blocks, num_states, len(chain) * size):
             return False
         shared = list(zip(*(node.blocks for node in nodes), strict=True)) or [()] * len(tables)
         pool.share(tables, len(nodes) * size, shared)
@@ -154,8 +166,15 @@ class Persistence:
             pool.release(tables)
             return False
         pool.release_before(tables, num_tokens)
-        blocks = [(content, tables[content.group][len(nodes) + place]) for place, content in contents]
-        restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, sequences)
+        state = NO_STATE
+        if self._states is not None and (state := self._states.take_to_load()) == NO_STATE:
+            pool.release(tables)
+            return False
+        blocks = [
+            (each, tables[each.group][len(nodes) + place] if each.group < len(tables) else pool.num_blocks + state)
+            for place, each in contents
+        ]
+        restoration = Restoration(store.load(blocks), parent, len(nodes), chain, contents, tables, state, sequences)
         self._restorations.append(restoration)
         self._on_its_way |= {content.block_hash: restoration for _, content in contents}
         return True
@@ -177,7 +196,7 @@ class Persistence:
         for start in self._starts(sequence)[num_before:]:
             _, token_ids = make_key(parent, sequence.token_ids[start : start + size])
             before, number = number, block_hash(number, token_ids)
-            found = [group for group in range(len(groups)) if store.has(number, group)]
+            found = [group for group in range(len(groups) + (self._states is not None)) if store.has(number, group)]
             if not found:
                 break
             chain.append(token_ids)
@@ -185,8 +204,11 @@ class Persistence:
         while chain:
             end = (num_before + len(chain)) * size
             firsts = [max(0, group.first_visible(end) // size - num_before) for group in groups]
+            if self._states is not None:
+                firsts.append(len(chain) - 1)
+            is_last_whole = len(there[-1]) == len(firsts)
             contents = [(place, each) for place, of in enumerate(there) for each in of if place >= firsts[each.group]]
-            if len(contents) == sum(len(chain) - first for first in firsts):
+            if is_last_whole and len(contents) == sum(len(chain) - first for first in firsts):
                 return chain, contents
             chain.pop()
             there.pop()
@@ -205,6 +227,8 @@ class Persistence:
                 self._on_its_way.pop(content.block_hash, None)
             self._remember(restoration)
             self._block_pool.release(restoration.tables)
+            if self._states is not None:
+                self._states.loaded(restoration.state)
             of_requests: dict[int, list[Sequence]] = {}
             for sequence in restoration.parked:
                 of_requests.setdefault(id(sequence.request), []).append(sequence)
@@ -226,7 +250,10 @@ class Persistence:
             parent = pool.find(key) or pool.add(key)
             nodes.append(parent)
         for place, content in loaded:
-            if nodes[place].blocks[content.group] == NO_BLOCK:
+            if content.group == len(restoration.tables):
+                assert self._states is not None
+                self._states.remember(nodes[place], restoration.state)
+            elif nodes[place].blocks[content.group] == NO_BLOCK:
                 pool.remember(
                     nodes[place], content.group, restoration.tables[content.group][restoration.num_before + place]
                 )
@@ -244,10 +271,21 @@ class Persistence:
 
     def save(self, block: int) -> None:
         """A full block was computed."""
-        store, pool = self._store, self._block_pool
-        if store is None or (node := pool.node_of(block)) is None:
-            return
-        number = pool.num_times_taken(block)
-        parent, token_ids = node.key
-        content = BlockContent(hash_of(node), hash_of(parent), token_ids, node.blocks.index(block))
-        store.save(content, block, lambda: pool.num_times_taken(block) == number)
+        pool = self._block_pool
+        if (node := pool.node_of(block)) is not None:
+            number = pool.num_times_taken(block)
+            self._save(node, node.blocks.index(block), block, lambda: pool.num_times_taken(block) == number)
+
+    def save_state(self, state: int) -> None:
+        """A checkpoint stays."""
+        states, pool = self._states, self._block_pool
+        assert states is not None
+        node, number = states.node_of(state), states.num_times_taken(state)
+        group, place = len(pool.layout.groups), pool.num_blocks + state
+        self._save(node, group, place, lambda: states.num_times_taken(state) == number)
+
+    def _save(self, node: PrefixNode, group: int, block: int, is_current: Callable[[], bool]) -> None:
+        if self._store is not None:
+            parent, token_ids = node.key
+            content = BlockContent(hash_of(node), hash_of(parent), token_ids, group)
+            self._store.save(content, block, is_current)

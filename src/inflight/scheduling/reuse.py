@@ -29,6 +29,7 @@ class Reuse:
         recompute_beyond: sequences longer than this share only among themselves; None: no such length.
         can_share: whether a sequence can continue from another's blocks; if not, nothing is shared.
         num_states: recurrent states of the cache; 0: the model has none, or keeps them itself.
+        num_slots: the most sequences that run at once.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class Reuse:
         *,
         can_share: bool = True,
         num_states: int = 0,
+        num_slots: int = 0,
     ) -> None:
         self.block_pool = block_pool
         self.enable_prefix_caching = enable_prefix_caching and can_share
+        self.least_awaited = LEAST_AWAITED
         self.states: States | None = None
         if num_states:
-            self.states = States(num_states, block_pool, makes_checkpoints=self.enable_prefix_caching)
+            self.states = States(num_states, num_slots, block_pool, makes_checkpoints=self.enable_prefix_caching)
         self.can_share = can_share
         self.save: Callable[[int], None] | None = None
         """Called with each full block once it is computed and can be found; None: no listener."""
@@ -89,7 +92,7 @@ class Reuse:
         if self.states is None or not self._blocks_in_flight:
             return False
         nodes = self._known(sequence)
-        if len(nodes) - len(self._usable(sequence, nodes)) < LEAST_AWAITED:
+        if len(nodes) - len(self._usable(sequence, nodes)) < self.least_awaited:
             return False
         if set(nodes[-1].blocks).isdisjoint(self._blocks_in_flight):
             return False

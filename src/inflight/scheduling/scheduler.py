@@ -44,6 +44,7 @@ from inflight.scheduling.retention import Retention
 from inflight.scheduling.reuse import Reuse
 from inflight.scheduling.sequence import Request, Sequence
 from inflight.scheduling.sequences import Sequences, ServiceOrder
+from inflight.scheduling.states import STATES_PER_SLOT
 
 MOST_PASSING = 16
 """How many sequences may be looked at for one that can pass the first."""
@@ -138,9 +139,8 @@ class Scheduler:
         self.limits = limits
         self.limit_prefill: Callable[[int, bool], int | None] = lambda _, __: limits.max_prefill_tokens_per_step
         self.count = Counters()
-        num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens)
-        if num_states:
-            num_slots = min(num_slots, num_states // 2)
+        most_running = num_states // STATES_PER_SLOT or limits.max_num_seqs
+        num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens, most_running)
         self.sequences = Sequences(ServiceOrder(aging_steps), num_slots)
         self.reuse = Reuse(
             block_pool,
@@ -148,13 +148,16 @@ class Scheduler:
             limits.recompute_beyond,
             can_share=sharing == "blocks",
             num_states=num_states,
+            num_slots=num_slots,
         )
         self.retention = retention if self.reuse.enable_prefix_caching else None
         self._resumption = Resumption() if enable_prefix_caching and sharing == "slots" else None
         store = block_store if self.reuse.enable_prefix_caching else None
-        self.persistence = Persistence(store, block_pool, self.reuse.find)
+        self.persistence = Persistence(store, block_pool, self.reuse.find, self.reuse.states)
         if store is not None:
             self.reuse.save = self.persistence.save
+            if self.reuse.states is not None:
+                self.reuse.states.save = self.persistence.save_state
         self._draft_planner: DraftPlanner | None = None
         if speculator is not None:
             self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
@@ -580,12 +583,12 @@ class Scheduler:
         return self.sequences.siblings_of(sequence)
 
     def _waits_for_others(self, sequence: Sequence) -> bool:
-        """Whether an earlier sibling is computing the prompt for both, or this step a state that the sequence can
-        continue from."""
+        """Whether an earlier sibling is computing the prompt for both, or with recurrent states, this step the state
+        that the sequence can continue from."""
         if sequence.num_blocks or sequence.num_prompt_tokens == 1 or not self.reuse.can_share:
             return False
-        if self.reuse.waits_for_state(sequence):
-            return True
+        if self.reuse.states is not None:
+            return self.reuse.waits_for_state(sequence)
         if self.reuse.fork_source(sequence, self._siblings(sequence)) is not None:
             return False
         return any(

@@ -19,7 +19,7 @@ are kept for a session.
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as SequenceOf
 from typing import NamedTuple
 
@@ -27,6 +27,9 @@ from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import PrefixNode
 from inflight.scheduling.sequence import Sequence
+
+STATES_PER_SLOT = 2
+"""States that a sequence needs at most: a checkpoint that it reads, and its own."""
 
 LEAST_DISTANCE = 8
 """Blocks between the last two checkpoints of a prompt."""
@@ -60,16 +63,22 @@ class States:
     """All `num_states` states of the cache.
 
     Args:
-        num_states: two for each slot, at least.
+        num_states: at least `STATES_PER_SLOT` for each slot.
+        num_slots: the most sequences that run at once.
         block_pool: has the prefix cache.
         makes_checkpoints: whether any sequence can find them.
     """
 
-    def __init__(self, num_states: int, block_pool: BlockPool, *, makes_checkpoints: bool) -> None:
+    def __init__(self, num_states: int, num_slots: int, block_pool: BlockPool, *, makes_checkpoints: bool) -> None:
         self.num_states = num_states
+        self.save: Callable[[int], None] | None = None
+        """Called with each checkpoint that stays, once it is computed; None: no listener."""
+        self._most_loading = num_states - STATES_PER_SLOT * num_slots
+        self._num_loading = 0
         self._pool = block_pool
         self._makes_checkpoints = makes_checkpoints
         self._num_references = [0] * num_states
+        self._num_times_taken = [0] * num_states
         self._free: list[int] = []
         self._num_touched = 0
         self._node_of: dict[int, PrefixNode] = {}  # of each checkpoint
@@ -106,7 +115,7 @@ class States:
 
     def continue_from(self, sequence: Sequence, node: PrefixNode) -> None:
         """Let a sequence continue from a node's checkpoint."""
-        self._newest_of.pop(node.state, None)  # it is where prefixes part
+        self._stays(node.state)
         self._hold(node.state)
         self._drop(sequence.state)
         sequence.state = node.state
@@ -184,7 +193,7 @@ class States:
         self._drop(sequence.state)
         sequence.state = NO_STATE
         if self._newest_of.get(sequence.newest_checkpoint) is sequence:
-            del self._newest_of[sequence.newest_checkpoint]
+            self._stays(sequence.newest_checkpoint)
 
     def _remember(self, sequence: Sequence, position: int, state: int) -> None:
         """Make a state in use the checkpoint of the end of a sequence's block, unless there is one."""
@@ -192,17 +201,51 @@ class States:
         for _ in range(number):
             assert isinstance(node, PrefixNode)
             node = node.key[0]
-        if number < 0 or not isinstance(node, PrefixNode) or node.state != NO_STATE or state in self._node_of:
+        if number < 0 or not isinstance(node, PrefixNode) or not self.remember(node, state):
             return
-        node.state, self._node_of[state] = state, node
         before, sequence.newest_checkpoint = sequence.newest_checkpoint, state
         if self._newest_of.get(before) is sequence:
             del self._newest_of[before]
             if before in self._cached:
                 del self._cached[before]
                 self._replaced[before] = None
-        if position not in sequence.checkpoints:
-            self._newest_of[state] = sequence
+        self._newest_of[state] = sequence
+        if position in sequence.checkpoints:
+            self._stays(state)
+
+    def _stays(self, checkpoint: int) -> None:
+        """A checkpoint of a sequence is not replaced by its next one."""
+        if self._newest_of.pop(checkpoint, None) is not None and self.save is not None:
+            self.save(checkpoint)
+
+    # ------------------------------------------------------------------------------------- from elsewhere
+
+    def take_to_load(self) -> int:
+        """Take a state to load a checkpoint into, until it is `loaded`; `NO_STATE`: there is none."""
+        if self._num_loading >= self._most_loading or not self.num_available:
+            return NO_STATE
+        self._num_loading += 1
+        return self._take()
+
+    def loaded(self, state: int) -> None:
+        """A load is over."""
+        self._num_loading -= 1
+        self._drop(state)
+
+    def remember(self, node: PrefixNode, state: int) -> bool:
+        """Make a state in use a node's checkpoint, unless it has one."""
+        if node.state != NO_STATE or state in self._node_of:
+            return False
+        node.state, self._node_of[state] = state, node
+        return True
+
+    def node_of(self, checkpoint: int) -> PrefixNode:
+        """The node of a checkpoint."""
+        return self._node_of[checkpoint]
+
+    def num_times_taken(self, state: int) -> int:
+        """The number of reallocations of this state: while it stays the same, so does a checkpoint. Thread-safe."""
+        return self._num_times_taken[state]
 
     # ------------------------------------------------------------------------------------- one state
 
@@ -227,6 +270,7 @@ class States:
             node.state = NO_STATE
             self._newest_of.pop(state, None)
         self._num_references[state] = 1
+        self._num_times_taken[state] += 1
         return state
 
     def _is_kept(self, state: int) -> bool:

@@ -113,12 +113,6 @@ REFUSALS = (
         "it keeps no states at its own draft tokens, to go back to where one turns out wrong",
     ),
     Refusal(
-        (PREFIX_STORE,),
-        "a model with recurrent states",
-        lambda model: model.keeps_states,
-        "they are not kept for the parts of a sequence",
-    ),
-    Refusal(
         (SPECULATION,),
         "a model that is not batch-invariant",
         lambda model: not model.is_batch_invariant,

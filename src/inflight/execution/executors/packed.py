@@ -170,7 +170,11 @@ class PackedExecutor:
         self._calls = list(zip(self.specs, caches, strict=True))
 
     def rows_of_block(self, block: int) -> list[memoryview]:
-        """The memory of a block, in a few pieces: keys and values of every call, and kept hidden states. CPU only."""
+        """The memory of a block, in a few pieces: keys and values of every call, and kept hidden states. Numbers after
+        those of blocks are of recurrent states. CPU only."""
+        if block >= self._num_blocks and self.mixing is not None:
+            states = self.mixing.memory_of(block - self._num_blocks)
+            return [state.view(-1).view(torch.uint8).numpy().data for state in states]
         tensors = [each for storage in self._storages for each in self.backend.memory_of(storage)]
         if self._kept is not None:
             tensors.append(self._kept.memory)

@@ -94,7 +94,9 @@ def num_blocks_for(name: str, num_tokens: int, *, block_size: int, budget: int) 
 
 @cache
 def _cache_groups(name: str) -> Sequence[CacheGroup]:
-    return Engine(others.build(name), EngineConfig(num_blocks=1, record_forward=False)).scheduler.block_pool.layout.groups
+    return Engine(
+        others.build(name), EngineConfig(num_blocks=1, record_forward=False)
+    ).scheduler.block_pool.layout.groups
 
 
 def has_windows(name: str) -> bool:

@@ -1,5 +1,5 @@
-"""`ModelStates` models the recurrent states of a device: it follows what a plan reads and writes, and knows of which tokens
-each state is.
+"""`ModelStates` models the recurrent states of a device: it follows what a plan reads and writes, and knows which tokens
+each state is of.
 
 A state has content and no owner: any sequence may continue from one with the content of its own past.
 """
@@ -43,4 +43,5 @@ class ModelStates:
             assert lengths == sorted(set(lengths)), "in order"
             certain = span.length - span.num_draft_tokens
             assert set(range(certain, span.length + 1)) <= set(lengths), "one at the end, and after each draft token"
-            assert lengths[0] > 0 and lengths[-1] == span.length
+            assert lengths[0] > 0
+            assert lengths[-1] == span.length

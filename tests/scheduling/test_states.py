@@ -11,7 +11,7 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.retention import Retention
 from inflight.scheduling.scheduler import Limits, Scheduler
 from inflight.scheduling.states import LEAST_DISTANCE, prompt_checkpoints
-from tests.scheduling.helpers import TOKEN, commit, make_scheduler, plan_of, run_to_the_end, spans_of, step, submit
+from tests.scheduling.helpers import TOKEN, commit, make_scheduler, plan_of, run_to_the_end, step, submit
 
 BLOCK = 16
 
@@ -77,10 +77,8 @@ def test_requests_that_arrive_together_share_a_prefix() -> None:
     scheduler = scheduler_of(max_num_batched_tokens=4096)
     for number in range(8):
         submit(scheduler, str(number), [*prompt(640), *prompt(50, number + 1)], 4)
-    assert spans_of(plan := plan_of(scheduler)) == [(0, 0, 690)]
-    commit(scheduler, plan)
-    assert spans_of(plan := plan_of(scheduler))[1:] == [(number, 640, 690) for number in range(1, 8)]
-    commit(scheduler, plan)
+    assert step(scheduler) == [(0, 0, 690)]
+    assert step(scheduler)[1:] == [(number, 640, 690) for number in range(1, 8)]
     run_to_the_end(scheduler)
 
 

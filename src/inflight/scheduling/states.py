@@ -107,7 +107,9 @@ class States:
             num_cached_tokens: how many of its tokens have cached blocks, where another sequence's go on differently.
         """
         block_size = self._pool.block_size
-        sequence.checkpoints = frozenset({*prompt_checkpoints(sequence.num_prompt_tokens, block_size), num_cached_tokens})
+        sequence.checkpoints = frozenset(
+            {*prompt_checkpoints(sequence.num_prompt_tokens, block_size), num_cached_tokens}
+        )
 
     def want(self, node: PrefixNode) -> None:
         """Let the step being planned leave a checkpoint at a node that it computes."""
@@ -124,7 +126,9 @@ class States:
         """How many states are left for draft tokens, after one for each of a step's sequences."""
         return self.num_available - sum(not self._is_own(sequence.state) for sequence in sequences)
 
-    def plan(self, lengths: Mapping[Sequence, int], drafts: Mapping[Sequence, SequenceOf[int]]) -> dict[Sequence, StateUse]:
+    def plan(
+        self, lengths: Mapping[Sequence, int], drafts: Mapping[Sequence, SequenceOf[int]]
+    ) -> dict[Sequence, StateUse]:
         """Choose the states that a step reads and writes. They are in use until `settle`, `step_failed` or `release`.
 
         Args:

@@ -77,7 +77,11 @@ def fingerprint(
             config.kv_cache.block_size,
         ),
         "runs on": (str(model.dtype), kernels_in_use(), executor.backend.name),
-        "lies as": ([str(each) for each in executor.cache_groups], [len(row) for row in rows], executor.bytes_per_state),
+        "lies as": (
+            [str(each) for each in executor.cache_groups],
+            [len(row) for row in rows],
+            executor.bytes_per_state,
+        ),
         "versions": [version(name) for name in ("torch", "transformers", "inflight-llm")],
     }
     digest = hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=32)

@@ -120,7 +120,8 @@ FACTORS = {
 @cache
 def build(name: str, seed: int = 0) -> PreTrainedModel:
     """Build a float32 model in evaluation mode, of the zoo or one of these. Their matrices are drawn with a larger
-    deviation than usual, so that context matters. The proof itself measures how much, and refuses a model that does not depend on context."""
+    deviation than usual, so that context matters. The proof itself measures how much, and refuses a model that does not
+    depend on context."""
     if name in zoo.ARCHITECTURES:
         return zoo.build(name, seed)
     with torch.random.fork_rng(devices=[]):

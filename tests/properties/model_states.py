@@ -1,5 +1,5 @@
-"""`ModelStates` models the recurrent states of a device: it follows what a plan reads and writes, and knows which tokens
-each state is of.
+"""`ModelStates` models the recurrent states of a device: it follows what plans read and write, and knows the tokens of
+each state.
 
 A state has content and no owner: any sequence may continue from one with the content of its own past.
 """

@@ -156,12 +156,12 @@ class States:
         start, block_size = sequence.num_computed_tokens, self._pool.block_size
         if not self._makes_checkpoints:
             return set()
-        found = {end // block_size * block_size, *sequence.checkpoints}
         node, position = sequence.parent, sequence.num_known_blocks * block_size
         while self._wanted and position > start and isinstance(node, PrefixNode):
             if node in self._wanted:
-                found.add(position)
+                sequence.checkpoints |= {position}
             node, position = node.key[0], position - block_size
+        found = {end // block_size * block_size, *sequence.checkpoints}
         return {position for position in found if start < position < end}
 
     # ------------------------------------------------------------------------------------- after a step

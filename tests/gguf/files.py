@@ -47,6 +47,14 @@ COMMON = {
 """Metadata, and what they are called in a configuration."""
 ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}
 """Tokens with a role, and what a tokenizer calls the role."""
+Metadata = str | int | float | list[int]
+ARCHITECTURES = {
+    "gemma3_text": "gemma3",
+    "qwen3_moe": "qwen3moe",
+    "qwen3_5_text": "qwen35",
+    "qwen3_5_moe_text": "qwen35moe",
+}
+"""What llama.cpp calls a type of models, if not the same."""
 GPT2 = {"context_length": "n_positions", "attention.layer_norm_epsilon": "layer_norm_epsilon"}
 
 
@@ -94,7 +102,7 @@ def write(
     model: PreTrainedModel,
     kind_of: Callable[[str], str],
     tokenizer: PreTrainedTokenizerBase | None = None,
-    extra: Mapping[str, str | int | float] | None = None,
+    extra: Mapping[str, Metadata] | None = None,
     more: Mapping[str, torch.Tensor] | None = None,
     tensors_of_part: int = 0,
     ids: Mapping[str, int] | None = None,
@@ -103,12 +111,17 @@ def write(
     about the architecture, `more` are further tensors, and `ids` tokens with a role, as the file calls it. With
     `tensors_of_part` it becomes several files, of this number of tensors each."""
     config = model.config
-    architecture = {"gemma3_text": "gemma3", "qwen3_moe": "qwen3moe"}.get(config.model_type, config.model_type)
+    architecture = ARCHITECTURES.get(config.model_type, config.model_type)
     writer = gguf.GGUFWriter(path, architecture, split_max_tensors=tensors_of_part)
     _write_metadata(writer, config)
-    for key, value in (extra or {}).items():
-        add = {str: writer.add_string, int: writer.add_uint32, float: writer.add_float32}[type(value)]
-        add(f"{architecture}.{key}", value)
+    kinds: dict[type, Callable[..., None]] = {
+        str: writer.add_string,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        list: writer.add_array,
+    }
+    for key, value in {**_states_metadata(architecture, config), **(extra or {})}.items():
+        kinds[type(value)](f"{architecture}.{key}", value)
     if tokenizer is not None:
         _write_tokenizer(writer, tokenizer, ids or {})
     arch = next(key for key, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
@@ -117,11 +130,9 @@ def write(
     for name, values in model.state_dict().items():
         if name == "lm_head.weight" and tied:
             continue
-        for suffix, tensor in _as_converted(architecture, config, name, values):
+        for own, tensor in _as_converted(architecture, config, name, values):
             stem, _, ending = name.rpartition(".")
-            own = suffix or names.get_name(stem)
-            ending = ending if ending in ("weight", "bias") else "weight"
-            _write_tensor(writer, f"{own}.{ending}", tensor, kind_of)
+            _write_tensor(writer, own or f"{names.get_name(stem)}.{ending}", tensor, kind_of)
     for name, tensor in (more or {}).items():
         writer.add_tensor(name, tensor.numpy())
     writer.write_header_to_file()
@@ -134,6 +145,8 @@ def _write_metadata(writer: gguf.GGUFWriter, config: PreTrainedConfig) -> None:
     keys = COMMON | (GPT2 if config.model_type == "gpt2" else {})
     for key, attribute in keys.items():
         value = getattr(config, attribute, None)
+        if writer.arch == "lfm2" and key in ("attention.head_count_kv", "attention.key_length"):
+            continue
         if isinstance(value, float):
             writer.add_float32(f"{writer.arch}.{key}", value)
         elif isinstance(value, int):
@@ -192,14 +205,77 @@ def _as_converted(
         return [(None, values.T)]
     if layer and name.endswith("experts.gate_up_proj"):
         gate, up = values.chunk(2, dim=1)
-        return [(f"blk.{layer[1]}.ffn_gate_exps", gate), (f"blk.{layer[1]}.ffn_up_exps", up)]
+        return [(f"blk.{layer[1]}.ffn_gate_exps.weight", gate), (f"blk.{layer[1]}.ffn_up_exps.weight", up)]
     if layer and name.endswith("experts.down_proj"):
-        return [(f"blk.{layer[1]}.ffn_down_exps", values)]
+        return [(f"blk.{layer[1]}.ffn_down_exps.weight", values)]
+    if architecture in ("qwen35", "qwen35moe"):
+        own = f"blk.{layer[1]}" if layer else ""
+        return [_as_converted_from_qwen35(config, name, values, own)]
+    if layer and name.endswith("conv.conv.weight"):
+        return [(f"blk.{layer[1]}.shortconv.conv.weight", values.squeeze(1))]
     return [(None, values)]
 
 
+def _as_converted_from_qwen35(
+    config: PreTrainedConfig, name: str, values: torch.Tensor, layer: str
+) -> tuple[str | None, torch.Tensor]:
+    """Norms are stored with one more, decays as they are, and heads of values that share a key apart."""
+    num_keys, size = config.linear_num_key_heads, config.linear_value_head_dim
+    each = config.linear_num_value_heads // num_keys
+
+    def apart(part: torch.Tensor, size: int) -> torch.Tensor:
+        return part.reshape(num_keys, each, size, *part.shape[1:]).transpose(0, 1).reshape(part.shape)
+
+    if name.endswith("norm.weight") and "linear_attn" not in name:
+        return None, values + 1
+    if name.endswith("A_log"):
+        return f"{layer}.ssm_a", apart(-values.exp(), 1)
+    if name.endswith("dt_bias"):
+        return f"{layer}.ssm_dt.bias", apart(values, 1)
+    if name.endswith(("in_proj_a.weight", "in_proj_b.weight")):
+        return None, apart(values, 1)
+    if name.endswith("in_proj_z.weight"):
+        return None, apart(values, size)
+    if name.endswith(("in_proj_qkv.weight", "conv1d.weight")):
+        values = values.squeeze(1) if values.dim() == 3 else values
+        first = 2 * num_keys * config.linear_key_head_dim
+        return None, torch.cat([values[:first], apart(values[first:], size)])
+    if name.endswith("linear_attn.out_proj.weight"):
+        return None, apart(values.T, size).T.contiguous()
+    if name.endswith("shared_expert_gate.weight"):
+        return f"{layer}.ffn_gate_inp_shexp.weight", values[0]
+    return None, values
+
+
+def _states_metadata(architecture: str, config: PreTrainedConfig) -> dict[str, Metadata]:
+    """Metadata of models with recurrent states."""
+    if architecture == "lfm2":
+        is_attention = [each == "full_attention" for each in config.layer_types]
+        return {
+            "attention.head_count_kv": [config.num_key_value_heads * each for each in is_attention],
+            "shortconv.l_cache": config.conv_L_cache,
+            "attention.layer_norm_rms_epsilon": config.norm_eps,
+        }
+    if architecture not in ("qwen35", "qwen35moe"):
+        return {}
+    parameters = config.rope_parameters
+    found: dict[str, Metadata] = {
+        "full_attention_interval": config.layer_types.index("full_attention") + 1,
+        "ssm.conv_kernel": config.linear_conv_kernel_dim,
+        "ssm.state_size": config.linear_key_head_dim,
+        "ssm.group_count": config.linear_num_key_heads,
+        "ssm.time_step_rank": config.linear_num_value_heads,
+        "ssm.inner_size": config.linear_num_value_heads * config.linear_value_head_dim,
+        "rope.dimension_sections": [*parameters["mrope_section"], 0],
+        "rope.dimension_count": int(config.head_dim * parameters["partial_rotary_factor"]),
+    }
+    if architecture == "qwen35moe":
+        found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+    return found
+
+
 def _write_tensor(writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind_of: Callable[[str], str]) -> None:
-    kind = kind_of(name) if values.dim() > 1 else "F32"
+    kind = kind_of(name) if values.dim() > 1 and "conv" not in name.split(".")[-2] else "F32"
     if kind == "F32":
         writer.add_tensor(name, values.float().contiguous().numpy())
         return

@@ -34,23 +34,26 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
     """
     if "token_embd.weight" not in header.tensors:
         raise ModelError(f"{str(header.path)!r} holds no language model: it has no token_embd.weight")
-    from transformers.integrations.gguf import GGUF_ARCHS  # imports torch
-
-    if header.architecture in GGUF_ARCHS:
-        raise ModelError(
-            f"{str(header.path)!r} has the architecture {header.architecture!r}, which is not read from GGUF here yet; "
-            "give the checkpoint that it was made from"
-        )
-    with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "header.gguf").write_bytes(_short_copy(header))
-        try:
-            config = AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
-        except Exception as error:
-            line = str(error).strip().split("\n")[0]
-            raise ModelError(f"{str(header.path)!r} cannot be loaded: {line}") from error
+    try:
+        config = _config_of(header)
+    except Exception as error:
+        line = str(error).strip().split("\n")[0]
+        raise ModelError(f"{str(header.path)!r} cannot be loaded: {line}") from error
     config.dtype = "float32" if {each.kind for each in header.tensors.values()} == {"F32"} else "bfloat16"
     _complete(config, header)
     return config
+
+
+def _config_of(header: GgufHeader) -> PreTrainedConfig:
+    from transformers.integrations.gguf import GGUF_CONFIG_ARCHS, get_gguf_config  # imports torch
+
+    if header.architecture in GGUF_CONFIG_ARCHS:
+        vocab_size = header.tensors["token_embd.weight"].shape[0]
+        metadata = {**header.metadata, "tokenizer.ggml.tokens": vocab_size}
+        return AutoConfig.for_model(**get_gguf_config(metadata, tuple(header.tensors)))
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "header.gguf").write_bytes(_short_copy(header))
+        return AutoConfig.from_pretrained(folder, gguf_file="header.gguf")
 
 
 def _complete(config: PreTrainedConfig, header: GgufHeader) -> None:

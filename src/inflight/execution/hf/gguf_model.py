@@ -11,18 +11,16 @@ A row of a tensor is a row of blocks; a block has 32 or 256 neighbouring inputs 
 import mmap
 import warnings
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.floats import BIAS, MIDDLE, TWICE
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
+from inflight.execution.hf.gguf_mapping import find_mapping
 from inflight.execution.hf.source import first_line
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
@@ -83,38 +81,6 @@ def load_gguf_model(header: GgufHeader, config: PreTrainedConfig, dtype: torch.d
     return model
 
 
-class _Names:
-    """A model as `get_gguf_hf_weights_map` sees it: its own names and those of its parts, without theirs. (It makes a
-    table of 10 ms for every module that it sees.)"""
-
-    def __init__(self, module: torch.nn.Module, *, has_parts: bool = True) -> None:
-        self.config = getattr(module, "config", None)
-        self.state_dict = module.state_dict
-        self._parts = dict(module.named_children()) if has_parts else {}
-
-    def named_children(self) -> list[tuple[str, "_Names"]]:
-        """The model's parts."""
-        return [(name, _Names(part, has_parts=False)) for name, part in self._parts.items()]
-
-
-class _Touched(dict[str, torch.Tensor]):
-    """Parameters `[…]` assembled by `transformers`, by name; records reads and writes."""
-
-    def __init__(self, given: Mapping[str, torch.Tensor]) -> None:
-        super().__init__(given)
-        self.touched: set[str] = set()
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        """The parameter `[…]`, recorded as touched."""
-        self.touched.add(name)
-        return super().__getitem__(name)
-
-    def __setitem__(self, name: str, tensor: torch.Tensor) -> None:
-        """Set the parameter to `[…]`, and record it as touched."""
-        self.touched.add(name)
-        super().__setitem__(name, tensor)
-
-
 class _Loader:
     """Maps the tensors of one file to the model's parameters."""
 
@@ -132,13 +98,8 @@ class _Loader:
         with torch.device("meta"):
             self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
-        self._processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=_flat(config))
-        self._names: dict[str, str] = get_gguf_hf_weights_map(_Names(self._model, has_parts=False), self._processor)
-        if not self._shapes.keys() <= set(self._names.values()):
-            self._names = get_gguf_hf_weights_map(_Names(self._model), self._processor)
-        self._merged: Mapping[str, torch.Tensor] = {}
-        """Float parameters assembled from several tensors by `transformers`."""
-        self._widened: Counter[str] = Counter()
+        self._mapping = find_mapping(header.architecture, config, self._model)
+        self._widened: Counter[tuple[str, str]] = Counter()
         self.notes: list[str] = []
 
     def state(self) -> dict[str, torch.Tensor]:
@@ -155,7 +116,7 @@ class _Loader:
                     sources.setdefault(name, []).append((entry, tensor))
                 else:
                     state[name] = tensor
-            if not moved and entry.name != ROPE_FACTORS:
+            if not moved and entry.name != ROPE_FACTORS and not self._mapping.is_ignored(entry.name):
                 unknown.append(entry.name)
         for name, parts in sources.items():
             if name in state:
@@ -165,8 +126,8 @@ class _Loader:
             raise ModelError(
                 f"{str(self._header.path)!r} has {len(unknown)} tensors that the model has no place for: {unknown[0]} …"
             )
-        for kind, number in self._widened.items():
-            self.notes.append(f"{number} weights in {kind} are expanded to {self._dtype}, because no kernel reads them")
+        for (kind, reason), number in self._widened.items():
+            self.notes.append(f"{number} weights in {kind} are expanded to {self._dtype}, because {reason}")
         return state
 
     def divide_frequencies(self, model: PreTrainedModel) -> None:
@@ -184,23 +145,14 @@ class _Loader:
     def _moved(self, entry: TensorEntry) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor under the model's names: its values `[…]` float32 or float16, or, for one in blocks, its row numbers
         from 1, `[…, out, 1]` int64, transposed if the model's weight is. Rows of other tensors are 0."""
-        in_blocks = entry.kind not in FLOATS
-        if in_blocks:
+        if entry.kind not in FLOATS:
             rows = entry.num_elements // entry.shape[-1]
             given = torch.arange(1, rows + 1).view(*entry.shape[:-1], 1)
         else:
             given = self._floats(entry)
             if len(entry.shape) == 1 or given.dtype == torch.bfloat16:
                 given = given.float()
-        parts = _Touched({} if in_blocks else self._merged)
-        result = self._processor.process(
-            weights=given.numpy(), name=entry.name, tensor_key_mapping=self._names, parsed_parameters={"tensors": parts}
-        )
-        if not in_blocks:
-            self._merged = parts
-        yield from ((name, parts[name]) for name in list(parts.touched))
-        if result.name in self._names:
-            yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
+        return self._mapping.moved(entry.name, given)
 
     def _gathered(self, name: str, parts: list[tuple[TensorEntry, torch.Tensor]]) -> torch.Tensor:
         """A weight `[out, in]` or `[experts, out, in]`, grouped or in the model's dtype, transposed if `parts` are.
@@ -216,8 +168,9 @@ class _Loader:
         is_transposed, is_stacked = shape[-1] != 1, len(shape) > 2
         rows = torch.stack([(order.mT if is_transposed else order)[..., 0] for order in orders])  # [tensors, …, out]
         matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
-        kinds, first = {entry.kind for entry in entries}, entries[0]
-        if len(kinds) == 1 and first.kind in LAYOUTS and first.shape[-1] % CHUNK == 0 and kernels_available():
+        kinds, first, permutation = {entry.kind for entry in entries}, entries[0], self._mapping.permutations.get(name)
+        is_whole = permutation is None and first.shape[-1] % CHUNK == 0 and kernels_available()
+        if is_whole and len(kinds) == 1 and first.kind in LAYOUTS:
             packed = [self._packed(entries, each) for each in matrices]
             sizes = (rows.shape[-1], first.shape[-1])
             weight: torch.Tensor = GroupedWeight(
@@ -225,8 +178,9 @@ class _Loader:
                 *((len(packed), *sizes) if is_stacked else sizes, self._dtype),
             )
         else:
-            self._widened["/".join(sorted(kinds))] += 1
-            values = [self._values(entries, each).to(self._dtype) for each in matrices]
+            reason = "no kernel reads them" if permutation is None else "the model has their columns in another order"
+            self._widened["/".join(sorted(kinds)), reason] += 1
+            values = [self._values(entries, each, permutation).to(self._dtype) for each in matrices]
             weight = torch.stack(values) if is_stacked else values[0]
         for entry in entries:
             self._release(entry)
@@ -244,13 +198,15 @@ class _Loader:
                 f"the weight {name!r} cannot be read ({first_line(error)}): is the file intact?"
             ) from error
 
-    def _values(self, entries: Sequence[TensorEntry], rows: torch.Tensor) -> torch.Tensor:
-        """The values `[out, in]` float32 of a matrix; `rows` as for `_packed`."""
+    def _values(
+        self, entries: Sequence[TensorEntry], rows: torch.Tensor, permutation: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The values `[out, in]` float32 of a matrix; `rows` as for `_packed`, `permutation` of its columns."""
         values = torch.empty(rows.shape[1], entries[0].shape[-1])
         for entry, numbers in zip(entries, rows, strict=True):
             blocks = self._bytes(entry).view(-1, *_block_shape(entry))
             values[numbers > 0] = _dequantised(blocks[numbers[numbers > 0] - 1], entry)
-        return values
+        return values if permutation is None else values[:, permutation]
 
     def _floats(self, entry: TensorEntry) -> torch.Tensor:
         """A copy of a tensor's values, `[…]` in the file's float dtype."""
@@ -274,11 +230,6 @@ def _block_shape(entry: TensorEntry) -> tuple[int, int]:
     """The blocks of a row, and the bytes of a block."""
     elements, num_bytes = BLOCK_SIZES[entry.kind]
     return entry.shape[-1] // elements, num_bytes
-
-
-def _flat(config: PreTrainedConfig) -> dict[str, Any]:
-    flat: dict[str, Any] = config.get_text_config().to_dict()
-    return flat
 
 
 def _dequantised(blocks: torch.Tensor, entry: TensorEntry) -> torch.Tensor:

@@ -315,7 +315,10 @@ def _to_gguf(peer: Peer, folder: Path, target: Path, kind: str) -> None:
         _run(peer.root / "build" / "bin" / "llama-quantize", prepare(peer, folder, "bfloat16", None), target, kind)
         return
     sources = llamacpp_sources(peer)
-    _run(peer.python, "-m", "benchmarks.peers.convert_to_gguf", sources, folder, "--outfile", target, "--outtype", kind)
+    options = ["--outfile", target, "--outtype", kind]
+    if json.loads((folder / "config.json").read_text())["model_type"].startswith("qwen3_5"):
+        options.append("--no-mtp")
+    _run(peer.python, "-m", "benchmarks.peers.convert_to_gguf", sources, folder, *options)
 
 
 def _to_ctranslate2(peer: Peer, folder: Path, target: Path, kind: str) -> None:

@@ -11,7 +11,7 @@ from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.pooling import PooledText, PoolingPlan
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors.packed import FROM_ZERO
+from inflight.execution.executors.counting import FROM_ZERO
 from inflight.execution.preparation import packed_proof
 from inflight.execution.preparation.attention_calls import FoundCalls
 from tests.pooling.checkpoints import (

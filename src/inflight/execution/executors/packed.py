@@ -4,10 +4,9 @@ sequences."""
 import logging
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -18,6 +17,7 @@ from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
+from inflight.execution.executors.counting import FROM_ZERO, Counting, Positions
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
 from inflight.execution.graph.encode import CompiledGraph, EncodedProgram
@@ -27,51 +27,10 @@ from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.longrope import length_of_its_own, longrope_length
 from inflight.execution.hf.mixer_hook import hook_mixers, run_mixers
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.own_positions import at_positions, hook_positions
 from inflight.execution.mixing import MixingBackend
-from inflight.execution.ragged_batch import CacheGroupBatch, IntArray, RaggedBatch, to_device
+from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 from inflight.execution.weights.linear_calls import is_watched
-
-TYPE_SHIFT = 20
-"""The bits above this one hold a token's type: a graph takes only token ids and positions."""
-
-
-@dataclass(frozen=True, slots=True)
-class Counting:
-    """The rule by which positions are counted.
-
-    Attributes:
-        padding: the padding token's id, from which positions count, and which is every padding token's position
-            (RoBERTa); None: positions count from 0.
-    """
-
-    padding: int | None = None
-
-    @property
-    def first(self) -> int:
-        """The position of a sequence's first token."""
-        return 0 if self.padding is None else self.padding + 1
-
-    def positions(self, batch: RaggedBatch) -> torch.Tensor:
-        """The positions `[T]` int64 of a step's tokens, with their types. With a `padding`, all spans begin their
-        sequences."""
-        if self.padding is None:
-            return batch.positions
-        input_ids = np.concatenate([np.asarray(span.token_ids, dtype=np.int64) for span in batch.spans])
-        own = self.after_padding(input_ids, batch.query_lens_host)
-        return to_device(own, batch.positions.device) + (batch.positions >> TYPE_SHIFT << TYPE_SHIFT)
-
-    def after_padding(self, input_ids: IntArray, lengths: IntArray) -> IntArray:
-        """The positions `[T]` of token ids `[T]` of sequences end to end, of these lengths `[S]`, all int64."""
-        assert self.padding is not None
-        counts = input_ids != self.padding
-        so_far = np.cumsum(counts)
-        before = np.concatenate([[0], so_far])[np.cumsum(lengths) - lengths]
-        positions: IntArray = (so_far - np.repeat(before, lengths)) * counts + self.padding
-        return positions
-
-
-FROM_ZERO = Counting()
-
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +86,7 @@ class PackedExecutor:
         self._longrope_length = longrope_length(model.config.get_text_config())
         self._forward = plain_forward(model)
         self.counting = counting
+        self._positions = Positions(counting)
         self._compiled: CompiledGraph | None = None
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
@@ -215,7 +175,7 @@ class PackedExecutor:
         if copies := batch.plan.copies:
             for storage in self._storages:
                 self.backend.copy_blocks(storage, copies)
-        rows = batch.input_ids, self.counting.positions(batch), batch.logit_rows
+        rows = batch.input_ids, self._positions.of(batch), batch.logit_rows
         if batch.input_ids.is_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
@@ -339,18 +299,20 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
 
     parameters = forward_parameters(model)
     takes_logit_rows, takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
+    hook_positions(model)
 
     def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
         options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
         if takes_positions:
             options["position_ids"] = positions[None]
-        logits: torch.Tensor = model(
-            input_ids=input_ids[None],
-            attention_mask=None,
-            use_cache=False,
-            return_dict=True,
-            **options,
-        ).logits[0]
+        with at_positions(positions):
+            logits: torch.Tensor = model(
+                input_ids=input_ids[None],
+                attention_mask=None,
+                use_cache=False,
+                return_dict=True,
+                **options,
+            ).logits[0]
         return logits if takes_logit_rows else logits[logit_rows]
 
     return forward

@@ -112,6 +112,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*args, **kwargs)
         defaults, may_be_unrepeatable = _declared(func)
         given = [*args, *(kwargs.get(name, default) for name, default in defaults[len(args) :])]
+        if func == torch.ops.aten.dropout.default and given[2] is False:
+            return given[0]  # in evaluation; without data it would be a copy
         if may_be_unrepeatable and not _is_repeatable(func, given):
             raise UntraceableError(f"it depends on the values of tensors ({func})")
         arguments = tuple(map(self.traced, given))  # before the operator writes into them
@@ -179,11 +181,8 @@ def _run(operator: torch._ops.OpOverload, args: Any, kwargs: Any, given: Sequenc
 
 
 def _is_repeatable(operator: torch._ops.OpOverload, given: Sequence[Any]) -> bool:
-    """Whether a call of an operator with an `UNREPEATABLE` tag is still repeatable: dropout in evaluation; indexing by
-    integers (with a mask, the result's size depends on values); `bincount` with a given number of bins, as for routed
-    experts."""
-    if operator == torch.ops.aten.dropout.default:
-        return given[2] is False
+    """Whether a call of an operator with an `UNREPEATABLE` tag is still repeatable: indexing by integers (with a mask,
+    the result's size depends on values); `bincount` with a given number of bins, as for routed experts."""
     if operator == torch.ops.aten.bincount.default:
         return bool(given[2] > 0)
     if operator in (torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default):

@@ -24,7 +24,7 @@ from transformers.utils import cached_file
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.pooling import NORMALIZE, PooledText, PoolingPlan
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
-from inflight.execution.executors.packed import TYPE_SHIFT
+from inflight.execution.executors.counting import TYPE_SHIFT
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch, to_device
 

@@ -13,7 +13,7 @@ from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.features import Features
 from inflight.contracts.api.pooling import NORMALIZE, PooledText, PoolingPlan
-from inflight.execution.executors.packed import TYPE_SHIFT
+from inflight.execution.executors.counting import TYPE_SHIFT
 from inflight.execution.hf.load import ModelSource, load_model
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.plain_linear import PlainLinears

@@ -39,10 +39,11 @@ from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionBackend, AttentionSpec
 from inflight.execution.attention.grouping import Grouping
 from inflight.execution.executors import PackedExecutor
-from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
+from inflight.execution.executors.counting import FROM_ZERO, Counting, skips_padding
+from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.grouped.weight import multiplied_in_place
 from inflight.execution.hf.hook import use_attention
-from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.own_positions import hook_positions
 from inflight.execution.mixing import MixerSpec, make_mixing
 from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
@@ -107,7 +108,7 @@ def counting_of(plain: PlainModel) -> Counting:
     for counting in (FROM_ZERO, *after_padding):
         own = np.arange(len(prompt))
         if counting.padding is not None:
-            own = counting.after_padding(np.array(prompt), np.array([len(prompt)]))
+            own = counting.after_padding(own, np.flatnonzero(np.array(prompt) == counting.padding))
         (states,) = plain_logits(model, prompt, positions=torch.from_numpy(own))
         if relative_error(states, plain.logits[0]) <= tolerance:
             return counting
@@ -329,11 +330,11 @@ class PackedProof:
         with self._attention.recording(len(workload.lengths)):
             self.plain = PlainModel.run(model, workload, together=workload is IN_SHORT)
         self.counting = FROM_ZERO
-        if gives_states(model):
+        if gives_states(model) or skips_padding(model):
             self.counting = counting_of(self.plain)
-            if not is_causal(self.plain):
-                self.specs = tuple(replace(spec, is_causal=False) for spec in self.specs)
-                self.plain = replace(self.plain, workload=workload.in_whole_prompts())
+        if gives_states(model) and not is_causal(self.plain):
+            self.specs = tuple(replace(spec, is_causal=False) for spec in self.specs)
+            self.plain = replace(self.plain, workload=workload.in_whole_prompts())
         use_attention(model, "inflight")
         self.vocab_size = self.plain.vocab_size
 
@@ -341,7 +342,7 @@ class PackedProof:
         use_attention(self.model, "inflight")
         with watch_linears(self.model) as self.linear_calls, multiplied_in_place():
             self.specs, self.mixers, modules = find_calls(self.model, self._dry_run_length)
-        if self.specs and "position_ids" not in forward_parameters(self.model):
+        if self.specs and not hook_positions(self.model):
             raise ModelError(
                 f"{type(self.model).__name__} takes no position_ids, which a packed row needs to keep sequences apart"
             )

@@ -16,7 +16,7 @@ from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.pooling import PoolingPlan
 from inflight.execution.adapters import Adapters, make_embedding_adaptable
 from inflight.execution.executors import Executor, PackedExecutor
-from inflight.execution.executors.packed import FROM_ZERO
+from inflight.execution.executors.counting import FROM_ZERO
 from inflight.execution.hf.load import (
     ModelSource,
     convert,

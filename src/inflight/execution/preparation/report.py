@@ -14,7 +14,8 @@ from transformers import GenerationMixin, PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.executors.packed import FROM_ZERO, MIN_PACKED_ROWS, Counting
+from inflight.execution.executors.counting import FROM_ZERO, Counting
+from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.mixing import MixerSpec
 from inflight.execution.weights.experts import RouterRows

@@ -58,16 +58,23 @@ CLAMPED = _config(
 )
 """Time steps are clamped in a prompt and not token by token, so the two paths of `transformers` differ."""
 
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 SEQUENTIAL: dict[str, Callable[[], PreTrainedConfig]] = {
     "rwkv": lambda: _config("rwkv", attention_hidden_size=64, context_length=256),
+    "openai-gpt": lambda: _config("openai-gpt", n_embd=64, n_layer=3, n_head=4, n_positions=256, **NO_DROPOUT),
+}
+"""A cache unlike that of any other model, or none."""
+
+POSITIONS: dict[str, Callable[[], PreTrainedConfig]] = {
     "blenderbot": lambda: _config(
         "blenderbot", d_model=64, encoder_layers=2, decoder_layers=3, decoder_attention_heads=4, decoder_ffn_dim=96
     ),
+    "roberta": lambda: _config("roberta", intermediate_size=96, is_decoder=True, type_vocab_size=1, pad_token_id=1),
 }
-"""A cache unlike that of any other model."""
+"""Positions that its own embeddings count, from zero or from the padding token."""
 
-ALL = ROWS | STATES | SEQUENTIAL
-"""All but `STATES` cannot run as packed rows."""
+ALL = ROWS | STATES | SEQUENTIAL | POSITIONS
+"""`ROWS` and `SEQUENTIAL` cannot run as packed rows."""
 
 
 def _shares_keys(model_type: str, **changes: Any) -> PreTrainedConfig:
@@ -114,6 +121,7 @@ FACTORS = {
     "xglm": 24.0,
     "rwkv": 24.0,
     "blenderbot": 16.0,
+    "openai-gpt": 40.0,
 }
 
 

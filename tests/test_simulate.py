@@ -110,7 +110,7 @@ def test_the_simulator_releases_and_shares_blocks_like_the_model(name: str, tmp_
     of_others: list[StepRecord] = []
     simulate(replay(recording), recording.config, COST, observer=of_others.append)
     assert ([step.num_blocks_used for step in of_others] == [step.num_blocks_used for step in records]) == (
-        name == "bloom"
+        name in ("bloom", "qwen3_next")
     )
 
 

@@ -78,10 +78,12 @@ class Agent:
     Args:
         number: its random texts differ from those of others.
         prompt: tokens of its system prompt and tools, about.
+        added, answer: tokens of each turn's new text and answer.
     """
 
-    def __init__(self, url: str, number: int, prompt: int = PROMPT) -> None:
+    def __init__(self, url: str, number: int, prompt: int = PROMPT, added: int = ADDED, answer: int = ANSWER) -> None:
         self._url, self._rng = url, random.Random(number)
+        self._added, self._answer = added, answer
         names = [f"tool_{text(self._rng, 8).replace(' ', '_')}" for _ in range(20)]
         self._tools = [
             {
@@ -100,8 +102,8 @@ class Agent:
 
     def body(self) -> dict[str, Any]:
         """Return the next request: the history with new text."""
-        self._messages.append({"role": "user", "content": text(self._rng, ADDED)})
-        return {"messages": self._messages, "tools": self._tools or None, "max_tokens": ANSWER, "temperature": 0}
+        self._messages.append({"role": "user", "content": text(self._rng, self._added)})
+        return {"messages": self._messages, "tools": self._tools or None, "max_tokens": self._answer, "temperature": 0}
 
     def turn(self) -> Turn:
         """Send the next request, and add the answer to the history."""
@@ -125,7 +127,7 @@ class Agent:
                         first = first or time.perf_counter()
         end = time.perf_counter()
         self._messages.append(
-            {"role": "assistant", "content": text(self._rng, ANSWER)}
+            {"role": "assistant", "content": text(self._rng, self._answer)}
         )  # a random model's has no sense
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
         return Turn((first or end) - start, end - start, usage["prompt_tokens"], cached)
@@ -207,12 +209,12 @@ def turns(arguments: argparse.Namespace) -> None:
 
 def pauses(arguments: argparse.Namespace) -> None:
     """Measure several agents at once, with retention and by recency alone."""
-    prompt = int(PROMPT / arguments.scale)
-    num_blocks = 2 * (prompt + NUM_TURNS * (ADDED + ANSWER + 70)) // 16
+    prompt, added, answer = (max(1, int(each / arguments.scale)) for each in (PROMPT, ADDED, ANSWER))
+    num_blocks = 2 * (prompt + NUM_TURNS * (added + answer + 20)) // 16
     for seconds in (KEPT, 0.0):
         server = ours(arguments, "--num-blocks", str(num_blocks), "--prefix-retention", str(seconds))
         with running(server) as url, ThreadPoolExecutor(NUM_AGENTS) as pool:
-            agents = [Agent(url, number, prompt) for number in range(NUM_AGENTS)]
+            agents = [Agent(url, number, prompt, added, answer) for number in range(NUM_AGENTS)]
             jobs = list(pool.map(lambda agent: agent.work(arguments.scale), agents))
             print(f"{server.name}: mean {mean(jobs):.0f} s, each {', '.join(f'{job:.0f}' for job in jobs)}", flush=True)
 
@@ -323,7 +325,9 @@ def main() -> None:
         "--model", default="qwen3-0.6b", help="a named model, or a folder whose chat template takes tools"
     )
     parser.add_argument("--quantization", help="of our weights; llama.cpp then has eight bits")
-    parser.add_argument("--scale", type=float, default=1.0, help="prompts, and pauses, are so much shorter")
+    parser.add_argument(
+        "--scale", type=float, default=1.0, help="prompts of `turns`, and all of `pauses`, are so much shorter"
+    )
     parser.add_argument("--peers", default="", help="of `turns`: llamacpp, vllm")
     arguments = parser.parse_args()
     {"turns": turns, "pauses": pauses, "simulate": simulate, "overhead": overhead}[arguments.what](arguments)

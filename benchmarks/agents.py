@@ -210,7 +210,7 @@ def turns(arguments: argparse.Namespace) -> None:
 def pauses(arguments: argparse.Namespace) -> None:
     """Measure several agents at once, with retention and by recency alone."""
     prompt, added, answer = (max(1, int(each / arguments.scale)) for each in (PROMPT, ADDED, ANSWER))
-    num_blocks = 2 * (prompt + NUM_TURNS * (added + answer + 20)) // 16
+    num_blocks = 2 * (prompt + NUM_TURNS * (added + answer + 70)) // 16
     for seconds in (KEPT, 0.0):
         server = ours(arguments, "--num-blocks", str(num_blocks), "--prefix-retention", str(seconds))
         with running(server) as url, ThreadPoolExecutor(NUM_AGENTS) as pool:

@@ -31,7 +31,7 @@ from inflight.scheduling.sequence import Sequence
 STATES_PER_SLOT = 2
 """States that a sequence needs at most: a checkpoint that it reads, and its own."""
 
-LEAST_DISTANCE = 8
+LEAST_DISTANCE = 2
 """Blocks between the last two checkpoints of a prompt."""
 
 

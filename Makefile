@@ -61,9 +61,10 @@ agents: $(READY)          ## agents of other packages, which are installed (1.5 
 package-test: $(READY)    ## the package and its extras from package indexes, in empty environments (a minute, and torch's download)
 	INFLIGHT_TEST_REGISTRY=1 $(BIN)/python -m pytest tests/packaging
 
-soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer, calls in pieces (two hours)
+soak: $(READY)            ## the bookkeeping in random worlds, draft tokens, stored prefixes, killed jobs, replicas and nodes of Ray, operators under a sanitizer, calls in pieces (three hours)
 	$(BIN)/python -m tests.properties.soak --seed 1 --operations 1_000_000
 	$(BIN)/python -m tests.speculation.soak --seed 1 --requests 10_000
+	$(BIN)/python -m tests.exactness.soak_states --seed 1 --requests 10_000
 	$(BIN)/python -m tests.prefix_store.soak --seed 1 --requests 1_000
 	$(BIN)/python -m tests.batches.soak --seed 1 --kills 200
 	$(BIN)/python -m tests.replicas.soak --seed 1 --minutes 10

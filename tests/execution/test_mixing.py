@@ -169,6 +169,36 @@ def test_bits_depend_on_no_company_chunks_and_threads(kind: str, seed: int) -> N
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_spans_continue_from_states_that_others_left(kind: str) -> None:
+    """A span leaves a state after each of its last tokens; any of them may be continued, also twice."""
+    inputs = drawn(kind, 40)
+    for mixing in (CpuMixing([inputs.spec]), ReferenceMixing([inputs.spec], CPU)):
+        allocated(mixing, 6)
+
+        def step(mixing: MixingBackend, *spans: Span) -> torch.Tensor:
+            mixing.begin_step(RaggedBatch.from_plan(StepPlan(spans, ()), 16, CPU))
+            mixing.begin_pass()
+            return mixing.recur(laid_out([(inputs, span.start, span.end) for span in spans]))
+
+        whole = step(mixing, Span(0, 0, 0, [0] * 40, 1, 40, states=((40, 5),)))
+        first = step(mixing, Span(0, 0, 0, [0] * 30, 1, 40, states=((10, 2), (29, 0), (30, 3))))
+        rest = step(
+            mixing,
+            Span(0, 0, 10, [0] * 30, 1, 40, state=2, states=((30, 4),)),
+            Span(1, 1, 30, [0] * 10, 1, 40, state=3, states=((10, 3),)),
+            Span(2, 2, 29, [0] * 11, 1, 40, state=0, states=((11, 1),)),
+        )
+        expected = torch.cat([whole[10:], whole[30:], whole[29:]])
+        if isinstance(mixing, CpuMixing):
+            assert torch.equal(first, whole[:30])
+            assert torch.equal(rest, expected)
+        else:
+            assert relative_error(rest, expected) < 1e-6
+        ends = [torch.cat([each.flatten() for each in mixing.memory_of(state)]) for state in (1, 3, 4, 5)]
+        assert all(relative_error(each, ends[-1]) < 1e-6 for each in ends)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_dropped_tokens_leave_no_trace(kind: str) -> None:
     """A span goes on from the one before it in the step, and keeps nothing, as for draft tokens."""
     inputs = drawn(kind, 40)

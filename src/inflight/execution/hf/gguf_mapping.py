@@ -19,13 +19,7 @@ DROPPED = "mtp."
 
 
 class TensorMapping(Protocol):
-    """Maps the tensors of one file.
-
-    Attributes:
-        permutations: `[in]` int64, of the columns of weights that are given as row numbers, by their names.
-    """
-
-    permutations: Mapping[str, torch.Tensor]
+    """Maps the tensors of one file."""
 
     def moved(self, name: str, given: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """A tensor under the model's names.
@@ -35,6 +29,11 @@ class TensorMapping(Protocol):
             given: its values `[…]` float32 or float16, or its row numbers from 1, `[…, out, 1]` int64. Rows of other
                 tensors are 0 in the result.
         """
+        ...
+
+    def permutation_of(self, name: str) -> torch.Tensor | None:
+        """In which order a weight of the model, moved as row numbers, has the columns of its tensors: `[in]` int64; None:
+        in the same."""
         ...
 
     def is_ignored(self, name: str) -> bool:
@@ -60,7 +59,7 @@ class Transforms:
         self._renamings = [each for each in transforms if isinstance(each, WeightRenaming)]
         self._converters = [each for each in transforms if isinstance(each, WeightConverter)]
         self._merged: dict[str, torch.Tensor] = {}  # of several tensors, in floats
-        self.permutations: dict[str, torch.Tensor] = {}
+        self._permutations: dict[str, torch.Tensor] = {}
 
     def moved(self, name: str, given: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TensorMapping`."""
@@ -72,22 +71,27 @@ class Transforms:
             yield target, given
             return
         sources = converter.source_patterns
-        tensors = {each: [given if each == pattern else torch.zeros_like(given)] for each in sources}
+        tensors: dict[str, Any] = {each: [given if each == pattern else torch.zeros_like(given)] for each in sources}
         for operation in converter.operations:
             if isinstance(operation, PermuteInputFeatures) and given.dtype == torch.int64:
                 if not bool((operation.permutation.diff() == 1).all()):
-                    self.permutations[target] = operation.permutation
+                    self._permutations[target] = operation.permutation
                 continue
             tensors = operation.convert(tensors, source_patterns=sources, target_patterns=[target])
-        (result,) = tensors.values()
-        result = result[0] if isinstance(result, list) else result
+        (found,) = tensors.values()
+        result: torch.Tensor = found[0] if isinstance(found, list) else found
         if len(sources) > 1 and given.dtype != torch.int64:
             result = self._merged[target] = result + self._merged.get(target, 0)
         yield target, result
 
+    def permutation_of(self, name: str) -> torch.Tensor | None:
+        """See `TensorMapping`."""
+        return self._permutations.get(name)
+
     def is_ignored(self, name: str) -> bool:
         """See `TensorMapping`."""
-        return rename_source_key(name, self._renamings, self._converters)[0].startswith(DROPPED)
+        target, _ = rename_source_key(name, self._renamings, self._converters)
+        return str(target).startswith(DROPPED)
 
 
 class Processor:
@@ -101,7 +105,6 @@ class Processor:
             self._names = get_gguf_hf_weights_map(_Names(model), self._processor)
         self._merged: Mapping[str, torch.Tensor] = {}
         """Float parameters assembled from several tensors by `transformers`."""
-        self.permutations: Mapping[str, torch.Tensor] = {}
 
     def moved(self, name: str, given: torch.Tensor) -> Iterator[tuple[str, torch.Tensor]]:
         """See `TensorMapping`."""
@@ -115,6 +118,10 @@ class Processor:
         yield from ((each, parts[each]) for each in list(parts.touched))
         if result.name in self._names:
             yield self._names[result.name], torch.from_numpy(np.ascontiguousarray(result.weights))
+
+    def permutation_of(self, name: str) -> torch.Tensor | None:
+        """See `TensorMapping`."""
+        return None
 
     def is_ignored(self, name: str) -> bool:
         """See `TensorMapping`."""

@@ -168,7 +168,7 @@ class _Loader:
         is_transposed, is_stacked = shape[-1] != 1, len(shape) > 2
         rows = torch.stack([(order.mT if is_transposed else order)[..., 0] for order in orders])  # [tensors, …, out]
         matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
-        kinds, first, permutation = {entry.kind for entry in entries}, entries[0], self._mapping.permutations.get(name)
+        kinds, first, permutation = {entry.kind for entry in entries}, entries[0], self._mapping.permutation_of(name)
         is_whole = permutation is None and first.shape[-1] % CHUNK == 0 and kernels_available()
         if is_whole and len(kinds) == 1 and first.kind in LAYOUTS:
             packed = [self._packed(entries, each) for each in matrices]

@@ -32,8 +32,8 @@ class TensorMapping(Protocol):
         ...
 
     def permutation_of(self, name: str) -> torch.Tensor | None:
-        """In which order a weight of the model, moved as row numbers, has the columns of its tensors: `[in]` int64; None:
-        in the same."""
+        """The order in which a weight, moved as row numbers, has the columns of its tensors, `[in]` int64; None: it is
+        the same."""
         ...
 
     def is_ignored(self, name: str) -> bool:

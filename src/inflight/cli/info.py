@@ -174,7 +174,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
         + (f"; the cache holds {info.max_cached_len:,}" if info.max_cached_len < info.max_model_len else ""),
         "cache": f"{in_bytes(around['cache_bytes'])}: {info.num_blocks:,} blocks of {info.block_size} tokens, "
         f"{in_bytes(info.kv_bytes_per_token)} a token"
-        + (f", {in_bytes(info.state_bytes)} of states a sequence" if info.state_bytes else "")
+        + (f", {in_bytes(info.state_bytes)} a recurrent state" if info.state_bytes else "")
+        + (f", {info.num_states:,} of them" if info.num_states else "")
         + ("" if info.can_share_prefixes else "; prefixes cannot be shared"),
         "speculation": info.speculation,
         "ends at": _ends(llm.tokenizer, ends) or "nothing: give --max-tokens",

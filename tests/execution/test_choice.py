@@ -107,6 +107,17 @@ def test_rows_and_states_share_prefixes() -> None:
         assert llm.engine.stats().num_cached_tokens > 0
 
 
+@pytest.mark.parametrize("name", ["qwen3_next", "mamba2"])
+def test_states_are_as_many_as_fit_the_memory(name: str) -> None:
+    model = others.build(name)
+    size = LLM(model, **others.options()).model_info.state_bytes
+    llm = LLM(model, **others.options(num_blocks=None, kv_cache_memory=13 * size, max_model_len=128))
+    assert any(note.startswith("at most 3 sequences run at once") for note in llm.model_info.notes)
+    assert llm.model_info.num_states * size <= 13 * size
+    for prompt, output in zip(prompts(), generate(llm), strict=True):
+        assert not others.wrong_tokens(model, prompt, output)
+
+
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv", "bloom"])
 def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build(name)

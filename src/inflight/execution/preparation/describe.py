@@ -140,7 +140,12 @@ def describe(
         kv_bytes_per_token=bytes_per_block * len(layout.groups) // config.kv_cache.block_size,
         kv_bytes_per_lasting_token=bytes_per_block * num_lasting_groups // config.kv_cache.block_size,
         eos_token_ids=eos_token_ids(generation_config, report.vocab_size),
-        notes=(*getattr(model, "inflight_notes", ()), *report.notes, *not_honoured(generation_config)),
+        notes=(
+            *getattr(model, "inflight_notes", ()),
+            *report.notes,
+            *_note_on_slots(executor, config),
+            *not_honoured(generation_config),
+        ),
     )
 
 
@@ -181,6 +186,15 @@ def _num_slots(executor: Executor, config: EngineConfig) -> int:
     """The most sequences that run at once: states of theirs take at most half of the memory."""
     memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
     return max(1, min(config.scheduling.max_num_seqs, memory // (4 * executor.bytes_per_state)))
+
+
+def _note_on_slots(executor: Executor, config: EngineConfig) -> tuple[str, ...]:
+    if not executor.bytes_per_state or _num_slots(executor, config) >= config.scheduling.max_num_seqs:
+        return ()
+    return (
+        f"at most {_num_slots(executor, config)} sequences run at once: each needs room for two recurrent states "
+        f"of {executor.bytes_per_state:,} bytes",
+    )
 
 
 def _num_states(executor: Executor, num_blocks: int, config: EngineConfig) -> int:

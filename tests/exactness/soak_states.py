@@ -2,7 +2,7 @@
 
 python -m tests.exactness.soak_states --requests 10_000 --seed 1
 
-Alone, each request runs by itself, without draft tokens and prefix cache. Then prompts share beginnings, continue
+Alone, each request runs by itself, without draft tokens and prefix cache, over blocks of the same size. Then prompts share beginnings, continue
 earlier answers, and come in chunks; sequences are preempted; draft tokens are right or wrong; a folder has prefixes.
 """
 
@@ -56,14 +56,14 @@ def compare(model: PreTrainedModel, rng: random.Random, folder: str) -> tuple[in
     """Run some rounds in one setting; return how many requests ran and how many differ, preemptions, and draft tokens
     that were right."""
     dtype = rng.choice(["float32", "float32", "bfloat16"])
-    alone = LLM(model, dtype=dtype, speculation="off", enable_prefix_caching=False, max_num_seqs=1, num_blocks=100)
+    layout = {"dtype": dtype, "block_size": rng.choice([4, 16])}
+    alone = LLM(model, **layout, speculation="off", enable_prefix_caching=False, max_num_seqs=1, num_blocks=100)
     options = {
         "num_blocks": rng.choice([60, 120, 2000]),
-        "block_size": rng.choice([4, 16]),
         "max_num_seqs": rng.choice([2, 5, 16]),
         "max_num_batched_tokens": rng.choice([8, 24, 64, 2048]),
     }
-    together = LLM(model, dtype=dtype, **options, **rng.choice([{}, {"prefix_cache_dir": folder}]))
+    together = LLM(model, **layout, **options, **rng.choice([{}, {"prefix_cache_dir": folder}]))
     make_rows_free(together.engine)
     turns: list[list[int]] = [[5, 6]]
     num_done = num_different = 0
@@ -77,7 +77,7 @@ def compare(model: PreTrainedModel, rng: random.Random, folder: str) -> tuple[in
         for prompt, output, wanted, each in zip(prompts, outputs, expected, params, strict=True):
             if said(output) != said(wanted):
                 num_different += 1
-                print("differs:", type(model).__name__, dtype, options, prompt, each)
+                print("differs:", type(model).__name__, layout, options, prompt, each)
         turns += sequences(expected)
         num_done += len(prompts)
     stats = together.engine.stats()

@@ -2,8 +2,9 @@
 
 python -m tests.exactness.soak_states --requests 10_000 --seed 1
 
-Alone, each request runs by itself, without draft tokens and prefix cache, over blocks of the same size. Then prompts share beginnings, continue
-earlier answers, and come in chunks; sequences are preempted; draft tokens are right or wrong; a folder has prefixes.
+Alone, each request runs by itself over blocks of the same size, without draft tokens and prefix cache. Then prompts
+share beginnings, continue earlier answers, and come in chunks; sequences are preempted; draft tokens are right or
+wrong; a folder has prefixes.
 """
 
 import argparse

@@ -42,7 +42,7 @@ def generate(llm: LLM, **params: Any) -> list[list[int]]:
 @pytest.mark.parametrize("name", others.ALL)
 def test_the_engine_gives_the_tokens_of_the_plain_model(name: str) -> None:
     model = others.build(name)
-    llm = LLM(model, **others.options())
+    llm = LLM(model, **others.options(speculation="off"))  # which would end some before they are in the way of others
     kinds = ((others.STATES | others.POSITIONS, "packed"), (others.SEQUENTIAL, "sequential"), (others.ROWS, "rows"))
     assert llm.model_info.executor == next(executor for names, executor in kinds if name in names)
     assert llm.model_info.can_share_prefixes == (name not in others.SEQUENTIAL)
@@ -121,7 +121,7 @@ def test_states_are_as_many_as_fit_the_memory(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba", "rwkv", "bloom"])
 def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = others.build(name)
-    llm = LLM(model, **others.options(num_blocks=200))
+    llm = LLM(model, **others.options(num_blocks=200, speculation="off"))
     expected = generate(llm)
     engine, run, steps = llm.engine, llm.engine.runner.run, count()
 
@@ -143,7 +143,7 @@ def test_a_discarded_step_is_repeated(name: str, monkeypatch: pytest.MonkeyPatch
                 outputs[output.request_id] += output.new_token_ids
         except KeyboardInterrupt:
             num_interrupts += 1
-    assert num_interrupts > 3
+    assert num_interrupts > 4
     assert list(outputs.values()) == expected
 
 

@@ -204,9 +204,10 @@ class Persistence:
         while chain:
             end = (num_before + len(chain)) * size
             firsts = [max(0, group.first_visible(end) // size - num_before) for group in groups]
+            has_block = min(firsts) < len(chain)  # no node has a state alone
             if self._states is not None:
                 firsts.append(len(chain) - 1)
-            is_last_whole = len(there[-1]) == len(firsts)
+            is_last_whole = has_block and len(there[-1]) == len(firsts)
             contents = [(place, each) for place, of in enumerate(there) for each in of if place >= firsts[each.group]]
             if is_last_whole and len(contents) == sum(len(chain) - first for first in firsts):
                 return chain, contents

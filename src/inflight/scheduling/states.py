@@ -93,11 +93,6 @@ class States:
         """Unreferenced states: free, or checkpoints."""
         return len(self._free) + len(self._replaced) + len(self._cached) + self.num_states - self._num_touched
 
-    @property
-    def num_checkpoints(self) -> int:
-        """The checkpoints that the prefix cache names."""
-        return len(self._node_of)
-
     # ------------------------------------------------------------------------------------- before a step
 
     def choose_checkpoints(self, sequence: Sequence, num_cached_tokens: int) -> None:
@@ -129,7 +124,7 @@ class States:
     def plan(
         self, lengths: Mapping[Sequence, int], drafts: Mapping[Sequence, SequenceOf[int]]
     ) -> dict[Sequence, StateUse]:
-        """Choose the states that a step reads and writes. They are in use until `settle`, `step_failed` or `release`.
+        """Choose the states that a step reads and writes. They are in use until `settle` or `release`.
 
         Args:
             lengths: the tokens that each sequence computes without draft tokens.

@@ -15,7 +15,7 @@ from transformers.integrations.gguf.gguf_conversion_mapping import PermuteInputF
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
 DROPPED = "mtp."
-"""The prefix of parameters that the model does not have, and that drafting reads elsewhere."""
+"""The prefix of the parameters of MTP layers, which these models do not have."""
 
 
 class TensorMapping(Protocol):

@@ -172,12 +172,14 @@ def _num_blocks(executor: Executor, max_blocks_per_sequence: int, config: Engine
     bytes_per_block = executor.bytes_per_block(config.kv_cache.block_size)
     memory = config.kv_cache.memory or available_cache_memory(executor.model.device)
     memory -= config.scheduling.max_num_seqs * executor.bytes_per_slot
+    besides = ""
     if executor.bytes_per_state:
+        besides = f" besides recurrent states of {executor.bytes_per_state} bytes"
         memory = _checkpoint_memory(executor, config)
     if memory < bytes_per_block:
         raise ModelError(
-            f"the cache may take {max(0, memory)} bytes; one block of {config.kv_cache.block_size} tokens takes "
-            f"{bytes_per_block}"
+            f"the cache may take {max(0, memory)} bytes{besides}; one block of {config.kv_cache.block_size} tokens "
+            f"takes {bytes_per_block}"
         )
     return min(memory // max(1, bytes_per_block), config.scheduling.max_num_seqs * max_blocks_per_sequence)
 

@@ -1,9 +1,9 @@
 """`Resumption`: ended sequences whose state a later request may continue, where blocks cannot be shared.
 
-Where the model keeps recurrent states or a cache itself, they belong to one sequence and its slot. An ended sequence therefore stays in
-its slot, with its blocks, until another one needs them; a request that begins with all of its computed tokens goes on
-from there. So the next turn of a session, and a client that gave up and asks again, compute only what is new. Owns no
-slot and no block.
+Where the model keeps recurrent states or a cache itself, they belong to one sequence and its slot. An ended sequence
+therefore stays in its slot, with its blocks, until another one needs them; a request that begins with all of its
+computed tokens goes on from there. So the next turn of a session, and a client that gave up and asks again, compute
+only what is new. Owns no slot and no block.
 """
 
 from collections import OrderedDict

@@ -2,16 +2,22 @@
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from random import Random
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import pytest
 from anthropic.types import Message, TextBlock, ThinkingBlock, ToolUseBlock
 
-from inflight import AsyncLLM
+from inflight import AsyncLLM, SamplingParams
+from inflight.contracts.api.outputs import Logprob, TextDelta
 from inflight.demo_model import DEMO_MODEL
 from inflight.server.chat_format import chat_template
+from inflight.server.chat_format.answer_template import answer_template_of
+from inflight.server.responses.answer import AnswerReader
+from inflight.text.output_text import OutputText
 from tests.server.chat_format.scripted import CALL, ROME, TOOLS, Weather, cut_by_chance, prompt_of, say, scripted_server
 from tests.server.chat_format.test_messages_tools import TOOLS as ANTHROPIC_TOOLS
 from tests.server.serving import HELLO, RunningServer
@@ -490,3 +496,40 @@ def test_log_probabilities_in_responses_are_those_of_the_text(generating: Runnin
     ]
     assert in_events == [each.token for each in part.logprobs]
     assert [each.token for each in final.output[1].content[0].logprobs] == in_events
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_log_probabilities_do_not_depend_on_how_deltas_group_tokens(generating: RunningServer, seed: int) -> None:
+    """Tokens without text, marks and held-back text, delivered in groups of any size."""
+    chance, tokenizer = Random(seed), generating.llm.tokenizer
+    assert tokenizer is not None
+    known = answer_template_of(tokenizer, OPEN)
+    assert known is not None
+    words: list[int] = tokenizer.inner.encode("Once there was a fox. It lived happily.", add_special_tokens=False)
+    marks = [int(tokenizer.inner.convert_tokens_to_ids(each)) for each in ("<s>", "</think>", "<|end|>")]
+    token_ids = [chance.choice(words + marks * 3) for _ in range(40)]
+    answer: Any = SimpleNamespace(
+        new_blocks=lambda: known.reader("<|im_start|>assistant\n<think>\n", None, ()),
+        tokenizer=tokenizer,
+        body=SimpleNamespace(num_logprobs=0),
+        generation=SimpleNamespace(prompts=[words], params=SamplingParams()),
+    )
+
+    def read(size_of: Callable[[], int]) -> tuple[AnswerReader, list[list[str]]]:
+        reader, text, start = AnswerReader(answer), OutputText(tokenizer, words), 0
+        of_deltas: dict[int, list[str]] = {}
+        while start < len(token_ids):
+            group = token_ids[start : start + size_of()]
+            start += len(group)
+            ending: Any = ("length", None) if start == len(token_ids) else (None, None)
+            scores = [{each: Logprob(-1.0, 1)} for each in group]
+            delta = TextDelta(0, 0, text.take_in(group, *ending), group, scores, None, *ending)
+            for growth, grown in reader.feed(delta):
+                of_deltas.setdefault(growth.number, []).extend(each["token"] for each in grown)
+        return reader, [of_deltas[i] for i in sorted(of_deltas)]
+
+    expected, expected_deltas = read(lambda: 1)
+    reader, deltas = read(lambda: chance.randint(1, 5))
+    assert deltas == expected_deltas
+    assert reader.logprobs_of == expected.logprobs_of
+    assert [each.text for each in reader.blocks.blocks] == [each.text for each in expected.blocks.blocks]

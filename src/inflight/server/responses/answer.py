@@ -22,38 +22,59 @@ SHARE_FOR_OUTPUT = 4
 """Truncation of a long conversation leaves 1/`SHARE_FOR_OUTPUT` of the context free."""
 
 
-class OutputLogprobs:
-    """The log-probabilities of an answer's texts. A token belongs to the text that grows when the token's own text
-    becomes certain.
+class AnswerReader:
+    """Divides an answer into blocks, and gives each text the log-probabilities of its tokens.
+
+    A token belongs to the text that grows when the token's own text becomes certain. With log-probabilities it reads
+    token by token, so the result does not depend on how a stream's deltas group tokens.
 
     Attributes:
-        of_blocks: those of each text, by the number of its block.
+        blocks: what was read so far.
+        logprobs_of: the log-probabilities of each text, by the number of its block.
     """
 
-    def __init__(self) -> None:
-        self.of_blocks: dict[int, list[dict[str, Any]]] = {}
+    def __init__(self, answer: "ResponseAnswer") -> None:
+        self._answer, self.blocks = answer, answer.new_blocks()
+        self.logprobs_of: dict[int, list[dict[str, Any]]] = {}
+        self._text: OutputText | None = None
+        if answer.body.num_logprobs is not None and answer.tokenizer is not None:
+            (prompt,) = answer.generation.prompts
+            self._text = OutputText.of_request(answer.tokenizer, prompt, answer.generation.params)
         self._pending: list[dict[str, Any]] = []  # of tokens whose text is pending, or not part of a text
         self._is_behind_other = False  # whether reasoning or a call has grown since the last text
 
-    def add(self, token_logprobs: list[dict[str, Any]]) -> None:
-        """Add those of new tokens, before feeding their text."""
-        self._pending += token_logprobs
+    def feed(self, delta: CompletionOutput | TextDelta) -> list[tuple[BlockDelta, list[dict[str, Any]]]]:
+        """Return what grew, with the log-probabilities of the added tokens; tokens of reasoning and calls have none."""
+        is_over = delta.finish_reason is not None
+        if self._text is None:
+            return [(growth, []) for growth in self.blocks.feed(delta.text, is_last=is_over)]
+        new = logprobs.of_chat(
+            delta.token_ids, delta.logprobs or [], self._answer.body.num_logprobs or 0, self._answer.tokenizer
+        )
+        grown: list[tuple[BlockDelta, list[dict[str, Any]]]] = []
+        for number in range(max(1, len(new))):
+            is_last = is_over and number + 1 >= len(new)
+            ending = (delta.finish_reason, delta.stop_reason) if is_last else (None, None)
+            self._pending += new[number : number + 1]
+            text = self._text.take_in(delta.token_ids[number : number + 1], *ending)
+            grown += [(each, self._taken_by(each)) for each in self.blocks.feed(text, is_last=is_last)]
+        last = len(self.blocks.blocks) - 1
+        if is_over and self._pending and isinstance(self.blocks.blocks[last], TextBlock):  # final tokens without text
+            grown.append((BlockDelta(last, self.blocks.blocks[last], "", is_new=False), self._pending))
+            self.logprobs_of.setdefault(last, []).extend(self._pending)
+        return grown
 
-    def taken_by(self, growth: BlockDelta) -> list[dict[str, Any]]:
-        """Return those of a block's addition; tokens of reasoning and calls have none."""
+    def _taken_by(self, growth: BlockDelta) -> list[dict[str, Any]]:
         if not isinstance(growth.block, TextBlock):
             self._is_behind_other = True
+            return []
+        if not growth.added:
             return []
         taken, self._pending = self._pending, []
         if self._is_behind_other:
             taken, self._is_behind_other = _last(taken, len(growth.added)), False
-        self.of_blocks.setdefault(growth.number, []).extend(taken)
+        self.logprobs_of.setdefault(growth.number, []).extend(taken)
         return taken
-
-    def rest(self, blocks: Blocks) -> list[dict[str, Any]]:
-        """Return those of final tokens without text, which belong to the last block."""
-        last = len(blocks.blocks) - 1
-        return self.taken_by(BlockDelta(last, blocks.blocks[last], "", is_new=False)) if self._pending else []
 
 
 def _last(token_logprobs: list[dict[str, Any]], num_characters: int) -> list[dict[str, Any]]:
@@ -99,9 +120,10 @@ class ResponseAnswer(ChatAnswer[ResponsesRequest]):
         return _prompt(self.body, self.chat, service, info)
 
     def whole(self, output: RequestOutput) -> bytes:
-        read, scores = read_whole(self, output)
-        answer = to_json(_finished(self, output, read, scores))
-        self.remember(answer, read)
+        read = AnswerReader(self)
+        read.feed(output.outputs[0])
+        answer = to_json(_finished(self, output, read))
+        self.remember(answer, read.blocks)
         return answer
 
     def remember(self, answer: bytes, read: Blocks) -> None:
@@ -158,34 +180,16 @@ def _unless_long(write: Callable[[Chat], RenderedChat], chat: Chat) -> RenderedC
         return None
 
 
-def read_whole(answer: ResponseAnswer, output: RequestOutput) -> tuple[Blocks, OutputLogprobs]:
-    """Divide a whole answer into blocks, token by token for log-probabilities."""
-    blocks, scores, (completion,) = answer.new_blocks(), OutputLogprobs(), output.outputs
-    if answer.body.num_logprobs is None or answer.tokenizer is None:
-        blocks.feed(completion.text, is_last=True)
-        return blocks, scores
-    text = OutputText.of_request(answer.tokenizer, output.prompt_token_ids, answer.generation.params)
-    logprobs_of_tokens = new_logprobs(answer, completion)
-    for number, (token_id, logprob) in enumerate(zip(completion.token_ids, logprobs_of_tokens, strict=True), 1):
-        is_last = number == len(completion.token_ids)
-        ending = (completion.finish_reason, completion.stop_reason) if is_last else (None, None)
-        scores.add([logprob])
-        for growth in blocks.feed(text.take_in([token_id], *ending), is_last=is_last):
-            scores.taken_by(growth)
-    scores.rest(blocks)
-    return blocks, scores
-
-
 def running(answer: ResponseAnswer) -> dict[str, Any]:
     """Return the response before it has any output."""
     return response_of(answer, "in_progress")
 
 
-def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, scores: OutputLogprobs) -> dict[str, Any]:
+def _finished(answer: ResponseAnswer, output: RequestOutput, read: AnswerReader) -> dict[str, Any]:
     """Return the finished response, with one output item for each block."""
     (completion,) = output.outputs
-    is_cut, blocks = completion.finish_reason == "length", read.blocks
-    items = [item(answer, block, "completed", scores.of_blocks.get(i, ())) for i, block in enumerate(blocks)]
+    is_cut, blocks = completion.finish_reason == "length", read.blocks.blocks
+    items = [item(answer, block, "completed", read.logprobs_of.get(i, ())) for i, block in enumerate(blocks)]
     if is_cut:
         items[-1]["status"] = "incomplete"
     return response_of(
@@ -194,7 +198,7 @@ def _finished(answer: ResponseAnswer, output: RequestOutput, read: Blocks, score
         incomplete_details={"reason": "max_output_tokens"} if is_cut else None,
         completed_at=None if is_cut else int(time.time()),
         output=items,
-        usage=usage_of(output, answer.num_reasoning_tokens(read) or 0),
+        usage=usage_of(output, answer.num_reasoning_tokens(read.blocks) or 0),
     )
 
 
@@ -250,14 +254,6 @@ def message_of(block: Block) -> dict[str, Any]:
         return {"role": "assistant", "content": "", "reasoning_content": block.text}
     call = call_for_template(block.call_id, block.name, block.arguments)
     return {"role": "assistant", "content": "", "tool_calls": [call]}
-
-
-def new_logprobs(answer: ResponseAnswer, delta: CompletionOutput | TextDelta) -> list[dict[str, Any]]:
-    """Return the log-probabilities of the new tokens, if requested."""
-    num_top = answer.body.num_logprobs
-    if num_top is None:
-        return []
-    return logprobs.of_chat(delta.token_ids, delta.logprobs or [], num_top, answer.tokenizer)
 
 
 def response_of(answer: ResponseAnswer, status: str, **others: Any) -> dict[str, Any]:
@@ -317,7 +313,7 @@ class ResponseEvents(Events):
     """Writes the events of one response, in the order that OpenAI's clients expect. A token costs little to encode."""
 
     def __init__(self, answer: ResponseAnswer) -> None:
-        self._answer, self._blocks, self._scores = answer, answer.new_blocks(), OutputLogprobs()
+        self._answer, self._read = answer, AnswerReader(answer)
         self._number = 0
         self._has_logprobs = True  # whether the latest item may have some
         self._head = b""  # the beginning of each delta event of the latest item
@@ -325,20 +321,15 @@ class ResponseEvents(Events):
     def write(self, deltas: list[TextDelta]) -> bytes:
         events = b"" if self._number else self._created()
         for delta in deltas:
-            self._scores.add(new_logprobs(self._answer, delta))
-            grown = self._blocks.feed(delta.text, is_last=delta.finish_reason is not None)
-            events += b"".join(map(self._grown, grown))
+            events += b"".join(self._grown(*grown) for grown in self._read.feed(delta))
         return events
 
     def end(self, outputs: Sequence[RequestOutput]) -> bytes:
         """Return the last events, which repeat the streamed content."""
-        rest = self._scores.rest(self._blocks)
-        events = self._added("", rest) if rest else b""
-        response = _finished(self._answer, outputs[0], self._blocks, self._scores)
-        self._answer.remember(to_json(response), self._blocks)
+        response = _finished(self._answer, outputs[0], self._read)
+        self._answer.remember(to_json(response), self._read.blocks)
         self._answer.keep()
-        events += self._ended(response["output"][-1])
-        return events + self._event(f"response.{response['status']}", response=response)
+        return self._ended(response["output"][-1]) + self._event(f"response.{response['status']}", response=response)
 
     def failed(self, error: ApiError) -> bytes:
         begin = b"" if self._number else self._created()
@@ -349,15 +340,15 @@ class ResponseEvents(Events):
         created = self._event("response.created", response=response)
         return created + self._event("response.in_progress", response=response)
 
-    def _grown(self, growth: BlockDelta) -> bytes:
+    def _grown(self, growth: BlockDelta, token_logprobs: list[dict[str, Any]]) -> bytes:
         """Return a delta's events: for a new item, the previous item's end and its own start; then the addition."""
-        events, scores = b"", self._scores.taken_by(growth)
+        events = b""
         if growth.is_new:
             if before := growth.number:
-                block, of_block = self._blocks.blocks[before - 1], self._scores.of_blocks.get(before - 1, ())
+                block, of_block = self._read.blocks.blocks[before - 1], self._read.logprobs_of.get(before - 1, ())
                 events = self._ended(item(self._answer, block, "completed", of_block))
             events += self._begun(growth.number, growth.block)
-        return events + self._added(growth.added, scores) if growth.added else events
+        return events + self._added(growth.added, token_logprobs) if growth.added or token_logprobs else events
 
     def _begun(self, index: int, block: Block) -> bytes:
         self._has_logprobs = isinstance(block, TextBlock)
@@ -384,7 +375,7 @@ class ResponseEvents(Events):
 
     def _ended(self, ended: dict[str, Any]) -> bytes:
         """Return the events that end an item."""
-        index = next(i for i, block in enumerate(self._blocks.blocks) if item_id(block) == ended["id"])
+        index = next(i for i, block in enumerate(self._read.blocks.blocks) if item_id(block) == ended["id"])
         place = {"item_id": ended["id"], "output_index": index}
         if ended["type"] == "function_call":
             what = {"name": ended["name"], "arguments": ended["arguments"]}

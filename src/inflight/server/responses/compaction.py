@@ -5,7 +5,7 @@ from uuid import uuid4
 
 from inflight.contracts.api.outputs import RequestOutput
 from inflight.server.chat_format.blocks import TextBlock
-from inflight.server.responses.answer import ResponseAnswer, read_whole, usage_of
+from inflight.server.responses.answer import AnswerReader, ResponseAnswer, usage_of
 from inflight.server.responses.request import (
     SUMMARY,
     InputItems,
@@ -53,7 +53,9 @@ class CompactAnswer(ResponseAnswer):
             super().__init__(body, *others, **stored)
 
     def whole(self, output: RequestOutput) -> bytes:
-        read, _ = read_whole(self, output)
+        reader = AnswerReader(self)
+        reader.feed(output.outputs[0])
+        read = reader.blocks
         if output.outputs[0].finish_reason == "length" or not read.text_of(TextBlock).strip():
             message = f"the model wrote no whole summary in {MAX_SUMMARY_TOKENS} tokens; the conversation is as it was"
             raise ApiError(500, message, code="compaction_failed")

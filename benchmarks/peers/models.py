@@ -9,7 +9,7 @@ import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -251,6 +251,77 @@ def _make_lfm2(folder: Path) -> None:
     _save(Lfm2ForCausalLM, config, folder)
 
 
+def _make_granite(folder: Path) -> None:
+    """A quarter of Granite-4.0-H-tiny's layers, bfloat16: 1.8 B parameters, of which a token uses 0.4 B. Nine layers of
+    Mamba 2 and one of attention, each with 64 experts and a shared one."""
+    from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
+
+    layers = ["attention" if layer == 5 else "mamba" for layer in range(10)]
+    config = GraniteMoeHybridConfig(
+        vocab_size=100352,
+        hidden_size=1536,
+        intermediate_size=512,
+        shared_intermediate_size=1024,
+        num_local_experts=64,
+        num_experts_per_tok=6,
+        num_hidden_layers=10,
+        layer_types=layers,
+        num_attention_heads=12,
+        num_key_value_heads=4,
+        mamba_n_heads=48,
+        mamba_d_head=64,
+        mamba_d_state=128,
+        mamba_n_groups=1,
+        embedding_multiplier=12,
+        logits_scaling=6,
+        residual_multiplier=0.22,
+        attention_multiplier=0.0078125,
+        position_embedding_type="nope",
+        max_position_embeddings=131072,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        bos_token_id=100257,
+        eos_token_id=100257,
+        dtype="bfloat16",
+    )
+    _save(GraniteMoeHybridForCausalLM, config, folder)
+    _as_published(folder, {"layer_types": layers})
+
+
+def _make_nemotron(folder: Path) -> None:
+    """Half of Nemotron-H-4B's layers, bfloat16: 2.4 B parameters. Layers of Mamba 2 (M), attention (*) and MLPs (-)."""
+    from transformers import NemotronHConfig, NemotronHForCausalLM
+
+    pattern = "M-M-M-M*-M-M-M-M*-M-M"
+    kinds = {"M": "linear_attention", "*": "full_attention", "-": "mlp"}
+    config = NemotronHConfig(
+        vocab_size=131072,
+        hidden_size=3072,
+        intermediate_size=12288,
+        layers_block_type=[kinds[each] for each in pattern],
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        ssm_state_size=128,
+        mamba_num_heads=112,
+        mamba_head_dim=64,
+        n_groups=8,
+        max_position_embeddings=8192,
+        bos_token_id=1,
+        eos_token_id=2,
+        dtype="bfloat16",
+    )
+    _save(NemotronHForCausalLM, config, folder)
+    _as_published(folder, {"hybrid_override_pattern": pattern}, without=("layers_block_type", "num_experts_per_tok"))
+
+
+def _as_published(folder: Path, fields: dict[str, Any], without: Sequence[str] = ()) -> None:
+    """Write fields of the configuration as published models have them, which llama.cpp's converter reads."""
+    file = folder / "config.json"
+    config = json.loads(file.read_text()) | fields
+    file.write_text(json.dumps({name: value for name, value in config.items() if name not in without}, indent=2))
+
+
 NAMED_MODELS: dict[str, Callable[[Path], None]] = {
     "gpt2": _make_gpt2,
     "qwen3-0.6b": _make_qwen3,
@@ -259,6 +330,8 @@ NAMED_MODELS: dict[str, Callable[[Path], None]] = {
     "qwen3-moe": _make_mixture,
     "qwen3.5-0.8b": _make_qwen35,
     "lfm2-1.2b": _make_lfm2,
+    "granite-4-h-tiny": _make_granite,
+    "nemotron-h-4b": _make_nemotron,
 }
 
 

@@ -83,6 +83,18 @@ def test_another_request_waits_for_the_blocks_of_a_session_until_it_has_returned
     assert world.waits(LONG)
 
 
+def test_a_session_is_recognised_whose_prompts_end_with_the_opening_of_an_answer() -> None:
+    world, history, opening = World(num_blocks=30), list(range(10, 26)), [1, 2]
+    world.run([*history, *opening])
+    world.clock.now += 1
+    history += [30, 31]
+    world.run([*history, *opening])
+    assert world.scheduler.block_pool.num_kept > len(history)
+    world.run([*range(50, 60)])
+    history += [32]
+    assert world.run([*history, *opening]) == 3
+
+
 def test_a_request_waits_no_longer_than_blocks_are_kept() -> None:
     world = World()
     world.begin()

@@ -26,6 +26,10 @@ from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.prefix_cache import PrefixNode, hash_of
 from inflight.scheduling.sequence import Request, Sequence
 
+OPENING, OPENING_SHARE = 64, 1 / 8
+"""A session is recognised without the last tokens of its prompt: at most so many, and at most this share of them. A
+chat's prompt ends with the opening of the answer (a mark, empty thoughts), which the next prompt may not repeat."""
+
 LARGEST_SHARE = 0.9
 """The most of the cache that kept blocks may be."""
 
@@ -78,7 +82,7 @@ class Session:
 
     Attributes:
         number: sessions that began later have higher ones.
-        key: the block hash of its last request's prompt.
+        key: the block hash of its last request's prompt, without the opening of the answer.
         ended: when that request did.
         priority: of that request.
         pauses: the seconds between its requests.
@@ -162,7 +166,8 @@ class Retention:
             return
         seconds = len(sequence.token_ids) * (self._seconds_per_token or 0.0)
         number, node = sequence.num_known_blocks, sequence.parent
-        while number > sequence.num_prompt_tokens // self._pool.block_size and isinstance(node, PrefixNode):
+        length = sequence.num_prompt_tokens - min(OPENING, int(OPENING_SHARE * sequence.num_prompt_tokens))
+        while number > length // self._pool.block_size and isinstance(node, PrefixNode):
             number, node = number - 1, node.key[0]
         if seconds < LEAST_SECONDS or not isinstance(node, PrefixNode) or request.text is not None:
             return

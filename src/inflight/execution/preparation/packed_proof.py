@@ -24,7 +24,7 @@ A whole model's trial has few single-row steps, which a router whose last bit di
 Experiments on a body whose texts may run whole; no architecture is special-cased.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import cycle
@@ -85,15 +85,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.execution.ranks.partition import divide
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.threads import num_threads, torch_threads
-from inflight.execution.weights.experts import (
-    RouterRows,
-    has_own_experts,
-    has_routers,
-    pad_routers,
-    prepack_experts,
-    prepack_routers,
-    routers_of,
-)
+from inflight.execution.weights.experts import has_own_experts, prepack_experts, prepack_routers, routers_of
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.linear_calls import LinearCalls, watch_linears
 from inflight.execution.weights.linears import ReleaseWeight, prepack_linears
@@ -249,7 +241,6 @@ def prepare_packed(
                 attention_error, logits_error = proof.require_agreement(executor, tolerance)
         if not is_large:
             proof.check_neighbours_and_rows(executor)
-        router_rows = None
         is_batch_invariant = not prepacks and _is_batch_invariant(executor, proof.vocab_size, is_large=is_large)
     if prepacks:
         try:
@@ -257,7 +248,7 @@ def prepare_packed(
             if tolerance is not FULL_PRECISION or rounds:
                 tolerance = PREPACKED_LOW_PRECISION
             attention_error, logits_error = proof.require_agreement(executor, tolerance)
-            is_batch_invariant, router_rows = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
+            is_batch_invariant = _make_batch_invariant(executor, proof.vocab_size, is_large=is_large)
         except Exception as error:
             raise PrepackingError(model) from error
     return PreparationReport(
@@ -269,7 +260,6 @@ def prepare_packed(
         vocab_size=proof.vocab_size,
         is_batch_invariant=is_batch_invariant,
         min_rows=executor.min_rows,
-        router_rows=router_rows,
         linear_calls=proof.linear_calls if prepacks else None,
         max_row_len=max_row_len(model.config.get_text_config()),
         counting=proof.counting,
@@ -284,8 +274,6 @@ def prepare_again(
     use_attention(model, "inflight")
     if known.linear_calls is not None:
         _prepack(model, known.linear_calls, weight_format, release)
-    if known.router_rows is not None:
-        pad_routers(model, known.router_rows)
     return known
 
 
@@ -425,30 +413,19 @@ class PackedProof:
             raise ModelError(f"{name} gives other rows of logits than those it is asked for")
 
 
-def _make_batch_invariant(
-    executor: PackedExecutor, vocab_size: int, *, is_large: bool
-) -> tuple[bool, RouterRows | None]:
-    """Find the fewest rows with which a prepacked model, and its routers, are batch-invariant. Returns whether it is,
-    and the routers' number."""
-    router_rows = None
+def _make_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:
+    """Find the fewest rows with which a prepacked model is batch-invariant. Returns whether it is."""
     if not executor.backend.is_batch_invariant:
-        return False, router_rows
-    for min_rows, router_rows in _numbers_of_rows(executor.model):
-        executor.min_rows = min_rows
-        pad_routers(executor.model, router_rows)
+        return False
+    if has_own_experts(executor.model) or any(isinstance(each, OneDnnLinear) for each in executor.model.modules()):
+        numbers = [MIN_PACKED_ROWS]  # a short trial does not show everything that these do with a single row
+    else:
+        numbers = [1, MIN_PACKED_ROWS]
+    for number in numbers:
+        executor.min_rows = number
         if _is_batch_invariant(executor, vocab_size, is_large=is_large):
-            return True, router_rows
-    return False, router_rows
-
-
-def _numbers_of_rows(model: PreTrainedModel) -> Iterator[tuple[int, RouterRows]]:
-    """Least rows of a step, and of a router, fewer first. A short trial does not show everything that a router, or
-    experts run by the model's own code, do with a single row."""
-    if not has_own_experts(model) and not any(isinstance(each, OneDnnLinear) for each in model.modules()):
-        yield 1, RouterRows.IN_A_BATCH
-    yield MIN_PACKED_ROWS, RouterRows.AS_GIVEN
-    if has_routers(model):
-        yield MIN_PACKED_ROWS, RouterRows.IN_STEPS
+            return True
+    return False
 
 
 def _is_batch_invariant(executor: PackedExecutor, vocab_size: int, *, is_large: bool) -> bool:

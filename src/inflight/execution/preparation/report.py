@@ -18,7 +18,6 @@ from inflight.execution.executors.counting import FROM_ZERO, Counting
 from inflight.execution.executors.packed import MIN_PACKED_ROWS
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.mixing import MixerSpec
-from inflight.execution.weights.experts import RouterRows
 from inflight.execution.weights.linear_calls import LinearCalls
 
 UNNAMED_LIMIT = 32_768
@@ -99,7 +98,6 @@ class PreparationReport:
         vocab_size: the lesser of embedding rows and logit columns: token ids that can be fed and can come out.
         is_batch_invariant: whether logits had the same bits alone, in a batch, and in chunks.
         min_rows: the least rows of a step, for `PackedExecutor`.
-        router_rows: the number of rows that routers run with; None: no routers, or not prepacked.
         linear_calls: a forward pass's use of linear layers; None: not prepacked.
         max_row_len: the longest row, in tokens, that the model runs exactly; None: any.
         counting: computes position ids.
@@ -114,7 +112,6 @@ class PreparationReport:
     vocab_size: int
     is_batch_invariant: bool = False
     min_rows: int = MIN_PACKED_ROWS
-    router_rows: RouterRows | None = None
     linear_calls: LinearCalls | None = None
     max_row_len: int | None = None
     counting: Counting = FROM_ZERO

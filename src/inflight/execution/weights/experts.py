@@ -7,7 +7,6 @@ a token gets the same bits in any batch. Routers, and experts of models without 
 """
 
 from collections.abc import Callable
-from enum import Enum
 from typing import Any
 
 import torch
@@ -15,17 +14,15 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
-from inflight.execution.kernels import delete_with
+from inflight.execution.kernels import delete_with, kernels_available
+from inflight.execution.mixing.elementwise import BatchInvariantElementwise
 from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
-from inflight.execution.weights.layers import MIN_INVARIANT_ROWS, STEP
+from inflight.execution.weights.layers import MIN_INVARIANT_ROWS
 from inflight.execution.weights.linear_calls import ACTIVATIONS, OwnForward
 from inflight.execution.weights.linears import ReleaseWeight
 from inflight.execution.weights.panels import PanelLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
-
-COMPANY = 3
-"""Padding rows beside a single one: four rows have the bits of many."""
 
 
 class PrepackedExperts:
@@ -172,7 +169,7 @@ def prepack_experts(
 
 def prepack_routers(model: PreTrainedModel) -> None:
     """Prepack the routers of `model`, if it has experts: every matrix left by `prepack_experts` and `prepack_linears`,
-    in no layer or in one that is never called."""
+    in no layer or in one that is never called. Their probabilities are computed by our kernels, too."""
     if not any(
         hasattr(module, "inflight_experts")
         or any(isinstance(each, CaughtMatrices) for each in module.parameters(False))
@@ -183,16 +180,13 @@ def prepack_routers(model: PreTrainedModel) -> None:
         weight = module._parameters.get("weight")
         if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
             module._parameters["weight"] = CaughtMatrix.from_weight(weight)
+            if kernels_available():
+                module.forward = OwnForward(_run_batch_invariant, module.forward)
 
 
 def _has_experts(module: nn.Module, number: int) -> bool:
     """Whether a module has `number` experts."""
     return any("expert" in name and value == number for name, value in vars(module).items())
-
-
-def has_routers(model: PreTrainedModel) -> bool:
-    """Whether a prepacked model has any."""
-    return bool(routers_of(model))
 
 
 def routers_of(model: PreTrainedModel) -> list[nn.Module]:
@@ -205,46 +199,6 @@ def has_own_experts(model: PreTrainedModel) -> bool:
     return any(isinstance(each, CaughtMatrices) for each in model.parameters())
 
 
-class RouterRows(Enum):
-    """The padding of a router's rows."""
-
-    AS_GIVEN = "as given"
-    IN_A_BATCH = "in a batch"
-    """A few more rows, so that a single row is computed like one of several."""
-    IN_STEPS = "in steps"
-    """To a multiple of `STEP`: some routers compute on the chosen expert ids, and torch computes the last few elements
-    differently."""
-
-    def missing(self, num_rows: int) -> int:
-        """The number of padding rows."""
-        return {RouterRows.AS_GIVEN: 0, RouterRows.IN_A_BATCH: COMPANY, RouterRows.IN_STEPS: -num_rows % STEP}[self]
-
-
-def pad_routers(model: PreTrainedModel, router_rows: RouterRows) -> None:
-    """Set the padding of the routers of `model`."""
-    for router in routers_of(model):
-        forward = router.forward
-        original = forward.args[0] if isinstance(forward, OwnForward) else forward
-        router.forward = OwnForward(_run_padded, original, router_rows)
-
-
-def _run_padded(forward: Callable[..., Any], router_rows: RouterRows, *args: Any, **kwargs: Any) -> Any:
-    """Run a router's `forward` on padded tokens `[…, T, hidden]`, its only tensor, and return the first T rows."""
-    tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
-    if not args or len(tensors) != 1 or tensors[0] is not args[0]:
+def _run_batch_invariant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with BatchInvariantElementwise():
         return forward(*args, **kwargs)
-    hidden_states = args[0]
-    num_rows = hidden_states.shape[-2]
-    num_missing = router_rows.missing(num_rows)
-    if num_missing == 0 or hidden_states.numel() != num_rows * hidden_states.shape[-1]:
-        return forward(*args, **kwargs)
-    rows = hidden_states.reshape(num_rows, -1)
-    padded = torch.cat([rows, rows[-1:].expand(num_missing, -1)])
-    given = forward(padded.view(*hidden_states.shape[:-2], num_rows + num_missing, -1), *args[1:], **kwargs)
-
-    def cut(output: Any) -> Any:
-        if not isinstance(output, torch.Tensor) or num_rows + num_missing not in output.shape:
-            return output
-        return output.narrow(output.shape.index(num_rows + num_missing), 0, num_rows)
-
-    return tuple(map(cut, given)) if isinstance(given, tuple) else cut(given)

@@ -15,6 +15,9 @@ from inflight.execution.weights.formats import PLAIN
 from inflight.execution.weights.layers import MIN_INVARIANT_ROWS, is_narrow, rows_apart
 from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
+CONVERSIONS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
+"""Give a copy in another dtype."""
+
 
 class CaughtMatrix(nn.Parameter):
     """A matrix `[out, in]` that `functional.linear` uses in prepacked form; otherwise a parameter.
@@ -43,9 +46,11 @@ class CaughtMatrix(nn.Parameter):
             return _linear(*args, **kwargs)
         result = super().__torch_function__(function, types, args, kwargs)  # type: ignore[no-untyped-call]
         source = args[0] if args else None
-        if isinstance(result, CaughtMatrix) and isinstance(source, CaughtMatrix) and result.shape == source.shape:
-            result.prepacked = source.prepacked
-        return result
+        if function not in CONVERSIONS or not isinstance(source, CaughtMatrix) or not isinstance(result, torch.Tensor):
+            return result
+        converted = torch.Tensor._make_subclass(cls, result, False)
+        converted.prepacked = source.prepacked
+        return converted
 
     def project(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """`functional.linear`: `[…, in]` to `[…, out]`, bias `[out]`, all of this matrix's dtype."""

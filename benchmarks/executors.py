@@ -1,8 +1,6 @@
-"""Compares the three executors: what the packed row gains, and what stacking recurrent states gains.
+"""Compares the three executors: what the packed row gains.
 
-python benchmarks/executors.py --model gpt2 --executors packed,rows,sequential
-python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload W2-16
-python benchmarks/executors.py --model qwen3-next-100m --executors rows,sequential --workload decode-16
+python benchmarks/executors.py --model qwen3.5-0.8b --dtype bfloat16 --executors packed,rows
 
 Rounds are interleaved in one process. Reported are tokens per second of `LLM.generate`, greedy, EOS ignored.
 """
@@ -10,10 +8,8 @@ Rounds are interleaved in one process. Reported are tokens per second of `LLM.ge
 import argparse
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -23,40 +19,6 @@ from benchmarks.compare import RESULTS, describe_machine, in_turn
 from benchmarks.peers.models import model_folder
 from benchmarks.workloads import WORKLOADS, Workload
 from inflight import LLM, SamplingParams
-
-CHOICES: dict[str, Workload] = {
-    **WORKLOADS,
-    "W2-16": replace(WORKLOADS["W2-32"], name="W2-16", num_slots=16),
-    "decode-16": Workload("decode-16", "16 short prompts, long answers: all slots decode", 16, [(32, 256)] * 16),
-}
-
-
-def qwen3_next() -> Any:
-    """Make a model of 100 million parameters in the shape of Qwen3-Next: three layers of linear attention for each
-    layer of full attention, mixtures of experts; random weights."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.for_model(
-        "qwen3_next",
-        vocab_size=32_000,
-        hidden_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=8,
-        num_key_value_heads=2,
-        head_dim=64,
-        linear_num_key_heads=4,
-        linear_num_value_heads=8,
-        linear_key_head_dim=64,
-        linear_value_head_dim=64,
-        num_experts=24,
-        num_experts_per_tok=4,
-        moe_intermediate_size=192,
-        shared_expert_intermediate_size=192,
-        max_position_embeddings=4096,
-        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
-    )
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def run(llm: LLM, workload: Workload, number: int) -> float:
@@ -72,15 +34,15 @@ def run(llm: LLM, workload: Workload, number: int) -> float:
 def main() -> None:
     """Measure, print and write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="gpt2", help="gpt2, qwen3-0.6b, qwen3-next-100m or a folder")
+    parser.add_argument("--model", default="gpt2", help="a name, as for compare.py, or a folder")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--executors", default="packed,rows,sequential")
-    parser.add_argument("--workload", default="W2-32", choices=CHOICES)
+    parser.add_argument("--workload", default="W2-32", choices=WORKLOADS)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--output-folder", type=Path, default=RESULTS)
     arguments = parser.parse_args()
-    workload = CHOICES[arguments.workload]
-    source = qwen3_next() if arguments.model == "qwen3-next-100m" else str(model_folder(arguments.model))
+    workload = WORKLOADS[arguments.workload]
+    source = str(model_folder(arguments.model))
     llms = {
         name: LLM(source, dtype=arguments.dtype, max_num_seqs=workload.num_slots, executor=name, speculation="off")
         for name in arguments.executors.split(",")

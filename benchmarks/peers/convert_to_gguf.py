@@ -8,6 +8,8 @@ so it does not matter which one it writes. Runs in llama.cpp's environment.
 
 import runpy
 import sys
+from pathlib import Path
+from types import SimpleNamespace
 
 
 def main() -> None:
@@ -23,7 +25,16 @@ def main() -> None:
         except NotImplementedError:
             return "gpt-2"
 
+    load_config = base.AutoConfig.from_pretrained
+
+    def as_published(folder: Path, **options: object) -> object:
+        """Leave a pattern of layers to the converter, which does not know the names that `transformers` gives them."""
+        if "hybrid_override_pattern" in (Path(folder) / "config.json").read_text():
+            raise ValueError("the converter reads the file itself")
+        return load_config(folder, **options)
+
     base.TextModel.get_vocab_base_pre = recognise_or_gpt2
+    base.AutoConfig = SimpleNamespace(from_pretrained=as_published)
     runpy.run_path(f"{sources}/convert_hf_to_gguf.py", run_name="__main__")
 
 

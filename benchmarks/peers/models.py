@@ -312,7 +312,9 @@ def _make_nemotron(folder: Path) -> None:
         dtype="bfloat16",
     )
     _save(NemotronHForCausalLM, config, folder)
-    _as_published(folder, {"hybrid_override_pattern": pattern}, without=("layers_block_type", "num_experts_per_tok"))
+    fields = {"hybrid_override_pattern": pattern, "num_hidden_layers": len(pattern)}
+    of_mixtures = ("num_experts_per_tok", "n_routed_experts", "n_group", "topk_group")
+    _as_published(folder, fields, without=("layers_block_type", *of_mixtures))
 
 
 def _as_published(folder: Path, fields: dict[str, Any], without: Sequence[str] = ()) -> None:

@@ -3,7 +3,8 @@
 python -m benchmarks.peers.convert_to_gguf LLAMACPP_SOURCES MODEL_FOLDER --outfile FILE --outtype TYPE
 
 The converter recognises a pre-tokenizer by its output for a text and refuses unknown ones. Prompts are token ids here,
-so it does not matter which one it writes. Runs in llama.cpp's environment.
+so it does not matter which one it writes. Patterns of hybrid layers are read as the model's file has them. Runs in
+llama.cpp's environment.
 """
 
 import runpy

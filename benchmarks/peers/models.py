@@ -252,7 +252,7 @@ def _make_lfm2(folder: Path) -> None:
 
 
 def _make_granite(folder: Path) -> None:
-    """A quarter of Granite-4.0-H-tiny's layers, bfloat16: 1.8 B parameters, of which a token uses 0.4 B. Nine layers of
+    """A quarter of Granite-4.0-H-tiny's layers, bfloat16: 1.8 B parameters, of which a token uses 0.5 B. Nine layers of
     Mamba 2 and one of attention, each with 64 experts and a shared one."""
     from transformers import GraniteMoeHybridConfig, GraniteMoeHybridForCausalLM
 
@@ -289,7 +289,7 @@ def _make_granite(folder: Path) -> None:
 
 
 def _make_nemotron(folder: Path) -> None:
-    """Half of Nemotron-H-4B's layers, bfloat16: 2.4 B parameters. Layers of Mamba 2 (M), attention (*) and MLPs (-)."""
+    """Half of Nemotron-H-4B's layers, bfloat16: 2.3 B parameters. Layers of Mamba 2 (M), attention (*) and MLPs (-)."""
     from transformers import NemotronHConfig, NemotronHForCausalLM
 
     pattern = "M-M-M-M*-M-M-M-M*-M-M"

@@ -200,5 +200,6 @@ def has_own_experts(model: PreTrainedModel) -> bool:
 
 
 def _run_batch_invariant(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a router's `forward`: torch would compute the last few elements of a tensor by another routine."""
     with BatchInvariantElementwise():
         return forward(*args, **kwargs)

@@ -27,8 +27,8 @@ from inflight.scheduling.prefix_cache import PrefixNode, hash_of
 from inflight.scheduling.sequence import Request, Sequence
 
 OPENING, OPENING_SHARE = 64, 1 / 8
-"""A chat's prompt ends with the opening of the answer (a mark, empty thoughts), which the next prompt may not repeat. So
-the last tokens of a prompt do not identify its session: `OPENING` tokens, or this share of a short prompt."""
+"""A chat's prompt ends with the opening of the answer (a mark, empty thoughts), which the next prompt may not repeat.
+So the last tokens of a prompt do not identify its session: `OPENING` tokens, or this share of a short prompt."""
 
 LARGEST_SHARE = 0.9
 """The most of the cache that kept blocks may be."""

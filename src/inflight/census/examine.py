@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from inflight.census.finding import Finding, Outcome, first_line
 from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits, sensitive_model, vocab_size
-from inflight.census.tiny_configs import model_class, tiny_config
+from inflight.census.tiny_configs import CLASSES, model_class, tiny_config
 from inflight.contracts.api.outputs import RequestOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.entrypoints.llm import LLM
@@ -107,7 +106,7 @@ class TriedRequest:
 def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
     """Examine a class; return the finding and the model, if one could be built."""
     start = time.perf_counter()
-    finding = Finding(model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type], "not built")
+    finding = Finding(model_type, CLASSES[model_type], "not built")
     if model_type in DRAFT_HEADS:
         reason = "it is a draft head, which reads the keys and values of its target model"
         return replace(finding, outcome="not causal", reason=reason), None

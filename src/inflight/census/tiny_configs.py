@@ -8,7 +8,14 @@ cannot do. Decides only sizes; knows nothing of weights.
 import dataclasses
 from typing import Any
 
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+)
+
+CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
+"""The class of each model type that writes text: of text alone where there is one."""
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
@@ -18,9 +25,13 @@ HIDDEN_SIZE = 64
 NUM_HEADS = 4
 HEAD_DIM = 16
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers")
+_LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers", "depth")
 _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers")
-_WIDTHS = ("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "input_embedding_size", "lru_width")
+_WIDTHS = (
+    *("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "input_embedding_size", "lru_width"),
+    *("out_hidden_size", "text_hidden_size", "audio_hidden_size", "vision_hidden_size", "projector_hidden_size"),
+    *("projection_dim", "image_token_embed_dim", "embed_dim"),
+)
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads"),
     *("decoder_attention_heads", "encoder_attention_heads", "num_encoder_attention_heads"),
@@ -111,6 +122,9 @@ _NO_STEP_TOO_SMALL = {"time_step_min": 1e-20}
 """The smallest time step in transformers' prefill of these classes; its decoding has no such limit."""
 
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
+"""Parts of half a head for time, height and width."""
+_SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": 64, "latent_channels": 32}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -120,11 +134,14 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "blt_global_transformer": {"hidden_size": 2 * HIDDEN_SIZE},
     "blt_local_decoder": {"hidden_size_global": 2 * HIDDEN_SIZE},
     "blt_local_encoder": {"hidden_size_global": 2 * HIDDEN_SIZE},
+    "chameleon": {"vocabulary_map": {"<image>": 5}},
+    "chameleon_vqgan": _SMALL_CODEBOOK,
     "cohere_compass_text": {"rope_parameters": dict.fromkeys(("sliding_attention", "full_attention"), _ROPE)},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "doge": {"keep_window_size": 2048},
     "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
@@ -139,14 +156,30 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN_SIZE, "adapter_out_dim": HIDDEN_SIZE},
+    "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "gemma4_text": {"num_kv_shared_layers": 2},
+    **dict.fromkeys(("glm4v_text", "glm_ocr_text"), _SECTIONS),
+    "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "granite4_vision": {
+        "downsample_rate": "4/8",
+        "deepstack_layer_map": [[-2, 0]],
+        "spatial_target_layers": [1],
+    },
     "granitemoehybrid": _TWO_KINDS,
+    "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
+    "janus_vqgan": _SMALL_CODEBOOK,
+    "kyutai_speech_to_text": {"audio_pad_token_id": 3, "audio_bos_token_id": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "mamba2": {"num_heads": 8},
+    "molmo2_adapter": {"vision_feature_layer": [2, 1]},
+    "molmo2_vision": {"image_size": [32, 32]},
     "moshi": {"sliding_window": MAX_POSITIONS},  # not shorter than its context, as by default
+    "muse_spark_audio": {"hidden_sizes": (16, 16, 32, 64)},
     "nemotron_h": _NO_STEP_TOO_SMALL,
+    "paddleocr_vl_text": _SECTIONS,
+    **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),
     "qwen4_exp_text": {
         "indexer_n_heads": 8,
         "indexer_kv_heads": 1,
@@ -159,7 +192,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "split_ngram_parts": 2,
         "eos_token_id": 2,
     },
+    "radio": {"video_temporal_patch_size": 2},
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 48), "num_buckets": 4, "hash_seed": 0},
+    "step3p5": {"sliding_window": WINDOW},
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 2 * HIDDEN_SIZE},  # sizes are rounded up to multiples of 64 in one place, not in another
@@ -179,8 +214,10 @@ def tiny_config(model_type: str) -> PreTrainedConfig:
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:
-    """Return the causal language model class of a model type."""
-    found: type[PreTrainedModel] = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[model_type]]
+    """Return the class of a model type that writes text."""
+    is_causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    auto_class = AutoModelForCausalLM if is_causal else AutoModelForMultimodalLM
+    found: type[PreTrainedModel] = auto_class._model_mapping[CONFIG_MAPPING[model_type]]
     return found
 
 
@@ -200,15 +237,17 @@ def _tiny(config_class: type[PreTrainedConfig], exceptions: dict[str, Any]) -> P
         values["is_decoder"] = True
     example = _example(config_class)
     if example is not None:
-        values |= _layer_kinds(example, defaults)
+        values |= _layer_kinds(example, defaults) | _rotary_sections(example)
         for name, part in _parts(example).items():
             values[name] = _tiny(type(part), EXCEPTIONS.get(part.model_type, {}))
     return config_class(**(values | exceptions))
 
 
-def _smaller(name: str, default: Any, common: int) -> int | None:
+def _smaller(name: str, default: Any, common: int) -> Any:
     if default is None:
         return None if name in _NONE_STAYS else common
+    if isinstance(default, list | tuple):
+        return type(default)([common] * len(default))
     if isinstance(default, int) and not isinstance(default, bool):
         return min(default, common)
     return common
@@ -221,6 +260,17 @@ def _latent_heads(defaults: dict[str, Any]) -> dict[str, Any]:
     if whole:
         values["head_dim"] = COMMON["qk_rope_head_dim"] + (HEAD_DIM if whole == nope + rope else 0)
     return {name: value for name, value in values.items() if name in defaults}
+
+
+def _rotary_sections(example: PreTrainedConfig) -> dict[str, Any]:
+    """Return rotary parameters whose sections, of time, height and width, share half of a tiny head."""
+    rope = getattr(example, "rope_parameters", None)
+    sections = rope.get("mrope_section") if isinstance(rope, dict) else None
+    if not sections or not isinstance(rope, dict):
+        return {}
+    half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+    smaller = [max(1, half * each // sum(sections)) for each in sections]
+    return {"rope_parameters": {**rope, "mrope_section": [smaller[0] + half - sum(smaller), *smaller[1:]]}}
 
 
 def _example(config_class: type[PreTrainedConfig]) -> PreTrainedConfig | None:

@@ -41,13 +41,12 @@ def census(
     process, so this takes a while. Progress goes to standard error.
     """
     quiet_libraries()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
     from inflight.census.finding import Finding
     from inflight.census.report import summary, to_json, to_markdown, versions
     from inflight.census.runner import run_census, select
+    from inflight.census.tiny_configs import CLASSES
 
-    classes = select(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, names)
+    classes = select(CLASSES, names)
 
     def tell(finding: Finding) -> None:
         how = finding.executor or ""

@@ -150,8 +150,9 @@ class Tokenizer:
                 "this model's tokenizer has no chat template: pass a chat_template, or a text prompt"
             )
         try:
+            template = self.inner.get_chat_template(chat_template, tools)
             text: str = self.inner.apply_chat_template(
-                messages,
+                _in_parts(messages) if _reads_parts(template) else messages,
                 tools=tools,
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
@@ -222,6 +223,29 @@ class Tokenizer:
         if self.inner.is_fast:
             return frozenset(i for i, token in self.inner.added_tokens_decoder.items() if token.special)
         return frozenset(self.inner.all_special_ids)
+
+
+@lru_cache(maxsize=16)
+def _reads_parts(chat_template: str) -> bool:
+    """Whether a template loses text unless it is in parts, `[{"type": "text", "text": …}]`, as those of multimodal
+    models may."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    messages = [{"role": "user", "content": ANSWER}]
+    for form in (messages, _in_parts(messages)):
+        with suppress(Exception):  # a template is a program, and can raise anything
+            if ANSWER in render_jinja_template(conversations=[form], chat_template=chat_template)[0][0]:
+                return form is not messages
+    return False
+
+
+def _in_parts(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with texts as lists of one part."""
+    contents = (message.get("content") for message in messages)
+    return [
+        {**message, "content": [{"type": "text", "text": text}]} if isinstance(text, str) else dict(message)
+        for message, text in zip(messages, contents, strict=True)
+    ]
 
 
 @lru_cache(maxsize=1)

@@ -8,6 +8,7 @@ The names are llama.cpp's, the patterns those of the models' own tokenizers. `tr
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -139,6 +140,8 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
 
     try:
         inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
+        if not inner.chat_template:
+            inner.chat_template = _processors_template(source, revision)
     except Exception as error:  # a damaged file can raise anything
         raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
     if len(inner) > len(inner.all_special_ids):
@@ -146,6 +149,20 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
     if is_folder:
         raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
     return None  # a repository without tokenizer files
+
+
+def _processors_template(source: str, revision: str | None) -> str | None:
+    """The chat template in the files of a multimodal model's processor, where older checkpoints have it; None: none."""
+    from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
+
+    path = cached_file(
+        source,
+        LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+        revision=revision,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+    )
+    return None if path is None else str(json.loads(Path(path).read_text())["chat_template"])
 
 
 class _Handed:

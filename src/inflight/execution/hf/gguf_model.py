@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.floats import BIAS, MIDDLE, TWICE
@@ -96,7 +96,7 @@ class _Loader:
                 self._files[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
                 self._contents[path] = torch.frombuffer(self._files[path], dtype=torch.uint8)
         with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+            self._model = auto_class_of(config).from_config(config, dtype=dtype)
         self._shapes = {name: tuple(each.shape) for name, each in self._model.state_dict().items()}
         self._mapping = find_mapping(header.architecture, config, self._model)
         self._widened: Counter[tuple[str, str]] = Counter()

@@ -21,13 +21,14 @@ from types import CellType, FunctionType, MethodType
 from typing import Any, TypeAlias
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForMultimodalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
 from inflight.contracts.api.config import CACHE_SHARE_OF_HOST, EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.params import SamplingParams
 from inflight.execution.hf.gguf_model import load_gguf_model
+from inflight.execution.hf.model_class import auto_class_of, encoder_parameters
 from inflight.execution.hf.quantized_model import load_quantized_model
 from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.hf.state import refuse_incomplete
@@ -112,7 +113,7 @@ def load_model(
     *,
     model_config: PreTrainedConfig | None = None,
     in_own_dtype: bool = False,
-    auto_class: type[Any] = AutoModelForCausalLM,
+    auto_class: type[Any] | None = None,
     spare: Sequence[str] = (),
 ) -> PreTrainedModel:
     """Load `source`, in evaluation mode, on the configured device, in the configured dtype.
@@ -120,7 +121,7 @@ def load_model(
     Args:
         model_config: from `read_config`, if the caller has it; it becomes the model's.
         in_own_dtype: whether a checkpoint's weights keep its dtype, and stay mapped.
-        auto_class: of `transformers`, which finds the model's class.
+        auto_class: the Auto class of `transformers` that finds the model's class; None: see `auto_class_of`.
         spare: name prefixes of unused weights, which a checkpoint may lack.
 
     A loaded `PreTrainedModel` is copied; the copy shares its parameters, and the caller's model is unchanged. Raises
@@ -132,25 +133,28 @@ def load_model(
     gguf, name = find_gguf(source, config.revision), os.path.expanduser(source)
     header = None if gguf is None else GgufHeader.read(gguf)
     model_config = model_config or read_config(source, config)
+    auto_class = auto_class or auto_class_of(model_config)
     try:
-        dtype = resolve_dtype(config.dtype, model_config, device)
-        if in_own_dtype:
-            dtype = dtype_of_checkpoint(model_config)
+        own_dtype = dtype_of_checkpoint(model_config)
+        dtype = own_dtype if in_own_dtype else resolve_dtype(config.dtype, model_config, device)
+        loaded_as = own_dtype if auto_class is AutoModelForMultimodalLM else dtype  # encoders are not read yet
         is_dummy = config.debug.load_format == "dummy"
         with ONE_AT_A_TIME, _bars_that_leave():
             if is_dummy:
-                model = _dummy_model(model_config, dtype, device, config, auto_class)
+                model = _dummy_model(model_config, loaded_as, device, config, auto_class)
             elif header is not None:
-                model = load_gguf_model(header, model_config, dtype)
+                model = load_gguf_model(header, model_config, loaded_as)
             else:
-                model = _pretrained_model(name, model_config, dtype, device, config, auto_class, spare)
+                model = _pretrained_model(name, model_config, loaded_as, device, config, auto_class, spare)
         model = model.to(device)
-        if not is_dummy and getattr(model_config, "quantization_config", None) is not None:
+        is_quantised = not is_dummy and getattr(model_config, "quantization_config", None) is not None
+        if is_quantised:
             for name, module in model.named_modules():
                 if type(module) is torch.nn.Linear and module.weight.dtype not in PLAIN_DTYPES:
                     raise ModelError(
                         f"the quantised weights of {name} could not be read: they are {module.weight.dtype}"
                     )
+        if is_quantised or loaded_as != dtype:
             convert(model, dtype)
     except ModelError:
         raise
@@ -218,15 +222,16 @@ def available_cache_memory(device: torch.device) -> int:
 
 def own_tensors(model: PreTrainedModel, max_bytes: int | None = None) -> None:
     """Copy the parameters and buffers of `model`, which is exclusively ours, so that changes of a checkpoint's file, or
-    of a caller's model, do not affect them.
+    of a caller's model, do not affect them. Those of encoders stay as they are.
 
     Args:
         max_bytes: larger ones are not copied; None: all are copied.
     """
     copies: dict[int, torch.Tensor] = {}
+    unread = encoder_parameters(model)
 
     def copied(tensor: torch.Tensor) -> torch.Tensor:
-        if type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
+        if id(tensor) in unread or type(tensor) not in (torch.nn.Parameter, torch.nn.Buffer, torch.Tensor):
             return tensor  # it owns its memory, or knows how to read it
         if max_bytes is not None and tensor.numel() * tensor.element_size() > max_bytes:
             return tensor
@@ -355,13 +360,13 @@ def _pretrained_model(
 
 
 def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert all parameters to `dtype`, except those that the class keeps in float32. (Where `transformers` cannot run
+    """Convert all parameters to `dtype`, except encoders' and those that the class keeps in float32. (Where `transformers` cannot run
     a checkpoint's quantised layers, it turns them into plain ones in another dtype than the rest.)"""
     if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
         return  # quantised layers that `transformers` runs
-    kept = _kept_in_float32(model)
+    kept, unread = _kept_in_float32(model), encoder_parameters(model)
     for name, parameter in model.named_parameters():
-        if not kept.intersection(name.split(".")):
+        if id(parameter) not in unread and not kept.intersection(name.split(".")):
             parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 

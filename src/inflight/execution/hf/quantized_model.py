@@ -8,12 +8,13 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints import QuantizationMethod, find_method
 from inflight.execution.grouped.weight import GroupedWeight, Groups
+from inflight.execution.hf.model_class import auto_class_of
 from inflight.execution.hf.packed_checkpoint import METHOD, read_packed_weights
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available
@@ -30,7 +31,7 @@ def load_quantized_model(
 
     Raises `ModelError` if the checkpoint does not have all weights, or some of them cannot be read."""
     settings = getattr(config, "quantization_config", None)
-    if settings is None or type(config) not in AutoModelForCausalLM._model_mapping:
+    if settings is None or type(config) not in auto_class_of(config)._model_mapping:
         return None
     settings = settings if isinstance(settings, dict) else settings.to_dict()
     is_ours = settings.get("quant_method") == METHOD

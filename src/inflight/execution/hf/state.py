@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.weight import watch_expansions
+from inflight.execution.hf.model_class import auto_class_of
 
 
 def model_of_state(
@@ -22,9 +23,8 @@ def model_of_state(
 
     Its `inflight_notes` list expanded grouped weights.
     """
-    model_class = AutoModelForCausalLM._model_mapping[type(config)]
     with watch_expansions() as expanded:
-        model, report = model_class.from_pretrained(
+        model, report = auto_class_of(config)._model_mapping[type(config)].from_pretrained(
             None,
             config=config,
             state_dict=state,

@@ -6,7 +6,7 @@ from functools import lru_cache, wraps
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedModel
+from transformers import AutoModel, AutoModelForSequenceClassification, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
 
 from inflight.contracts.api.config import EngineConfig
@@ -59,7 +59,7 @@ def load_parts(source: ModelSource, config: EngineConfig, plan: PoolingPlan, **o
     """
     Features(pools=True).require_all(config.asked_features())
     check_modes(plan.modes)
-    auto_class = AutoModelForSequenceClassification if plan.answers is None else AutoModelForCausalLM
+    auto_class = AutoModelForSequenceClassification if plan.answers is None else None
     if plan.task == "embed":
         auto_class = AutoModel
     spare = ("pooler.",) if plan.task == "embed" else ()

@@ -18,6 +18,7 @@ from inflight.execution.hf.hook import attend_with, attention_sinks
 from inflight.execution.hf.mixer_hook import hook_mixers, mix_with, watch_modules
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.mixing import MixerSpec, Recurrence, mix
+from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import relative_error, rounded_again
 
 _STATES = "hidden_states"
@@ -76,6 +77,8 @@ def find_calls(model: PreTrainedModel, num_tokens: int) -> FoundCalls:
     ) -> Tensor:
         if mask is not None or kwargs.get("position_bias") is not None:
             raise ModelError(f"{type(model).__name__} gives attention a mask or a position bias of its own making")
+        if getattr(module, "is_causal", True) is False and not gives_states(model):
+            raise ModelError(f"{type(model).__name__} reads a prompt in both directions")
         if key.shape[2] != query.shape[2]:
             raise ModelError(f"{type(model).__name__} attends to {key.shape[2]} keys for {query.shape[2]} tokens")
         owner = next((i for i, (keys, values) in enumerate(given) if keys is key and values is value), None)

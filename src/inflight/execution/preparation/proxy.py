@@ -2,13 +2,14 @@
 that make it sensitive to its context.
 
 It replaces a model that is too large for a proof, or whose precision would hide errors. It has fewer layers, at least
-one of each kind; a smaller vocabulary; fewer experts; and less width, by fewer heads of the same size. Cuts that the
+one of each kind; a smaller vocabulary; fewer experts; less width, by fewer heads of the same size; and encoders of one
+layer. Cuts that the
 class does not allow are skipped.
 """
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import combinations
 from typing import TypeAlias
 
@@ -26,6 +27,8 @@ MAX_HEADS = 4
 MIN_WIDTH = 64
 WIDTHS, NO_WIDTHS = ("hidden", "embd", "embed", "model", "dim"), ("head_dim", "max_position_embeddings")
 """Words in the names of sizes that scale with the hidden size; and exceptions."""
+OUTPUT_WIDTHS = ("out_hidden_size", "text_hidden_size")
+"""Sizes of an encoder that equal the text model's hidden size."""
 MAX_EXPERTS = 16
 MAX_PARAMETERS = 1_000_000_000
 FACTORS = (1.0, 4.0, 8.0, 16.0)
@@ -190,6 +193,27 @@ def _narrower(config: PreTrainedConfig, model: PreTrainedModel) -> None:
         config.intermediate_size = [min(size, 2 * new_width) for size in sizes]
 
 
-CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower)
+def _shallow_encoders(config: PreTrainedConfig, model: PreTrainedModel) -> None:
+    """Keep one layer of what encodes images or sound, which a proof does not run."""
+    width, text_config = _number(model.config.get_text_config(), "hidden_size"), config.get_text_config()
+    for part in _parts(config):
+        if part is text_config or config is text_config:
+            continue
+        for name, value in _integers(part):
+            if name == "depth" or "layers" in name:
+                setattr(part, name, min(value, 1))
+            elif name in OUTPUT_WIDTHS and value == width:
+                setattr(part, name, _number(text_config, "hidden_size"))
+
+
+def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+    """The configurations within a configuration."""
+    for part in vars(config).values():
+        if isinstance(part, PreTrainedConfig):
+            yield part
+            yield from _parts(part)
+
+
+CUTS: tuple[Cut, ...] = (_fewer_layers, _fewer_words, _fewer_experts, _narrower, _shallow_encoders)
 CHOICES_OF_CUTS = (CUTS, (_layers_in_pairs, *CUTS[1:]), *combinations(CUTS, len(CUTS) - 1), CUTS[:2], CUTS[:1], ())
 """Sets of cuts to try in turn; the smallest proxy first."""

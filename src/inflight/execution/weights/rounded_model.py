@@ -12,6 +12,7 @@ from transformers.pytorch_utils import Conv1D
 from inflight.contracts.api.config import EngineConfig
 from inflight.execution.grouped.rounding import Rounding
 from inflight.execution.grouped.weight import GroupedWeight
+from inflight.execution.hf.model_class import encoders
 from inflight.execution.weights.linear_calls import is_linear, is_watched
 from inflight.execution.weights.linears import ReleaseWeight
 
@@ -36,7 +37,7 @@ def round_weights(
     told: Told | None = None,
 ) -> None:
     """Quantize the linear layers and experts of `model`, which is exclusively ours, and with four bits also its input
-    embedding. Routers and already grouped weights are kept.
+    embedding. Routers, encoders of images and sound, and already grouped weights are kept.
 
     Args:
         dtype: the weights' nominal dtype.
@@ -72,9 +73,10 @@ def _is_embedding(module: nn.Module) -> bool:
 def _matrices(model: PreTrainedModel) -> Iterator[tuple[Any, str, bool]]:
     """Weights to quantize: module, parameter name, and whether it is `[…, in, out]`."""
     sizes = model.config.get_text_config().to_dict()
+    in_encoders = {module for encoder in encoders(model) for module in encoder.modules()}
     numbers_of_experts = {value for key, value in sizes.items() if re.search(r"(^|_)(num|n)_.*expert", key)}
     for module in list(model.modules()):
-        if is_watched(module):
+        if is_watched(module) or module in in_encoders:
             continue
         if is_linear(module):
             is_router = module.weight.shape[0] in numbers_of_experts

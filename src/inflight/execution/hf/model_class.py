@@ -1,0 +1,24 @@
+"""Multimodal models: the class of `transformers` that a configuration's model is made as, and its encoders."""
+
+from typing import Any
+
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrainedConfig, PreTrainedModel
+
+
+def auto_class_of(config: PreTrainedConfig) -> type[Any]:
+    """The Auto class of this configuration: for causal language models, or else for models that also read images, sound
+    or video."""
+    choices = (AutoModelForCausalLM, AutoModelForMultimodalLM)
+    return next((each for each in choices if type(config) in each._model_mapping), AutoModelForCausalLM)
+
+
+def encoders(model: PreTrainedModel) -> tuple[nn.Module, ...]:
+    """The modules that encode images, video and sound, which a text does not pass."""
+    found = (model.get_encoder(modality=each) for each in ("image", "audio"))
+    return tuple(each for each in found if each not in (model, model.base_model))
+
+
+def encoder_parameters(model: PreTrainedModel) -> set[int]:
+    """The ids of the parameters of a model's encoders."""
+    return {id(parameter) for encoder in encoders(model) for parameter in encoder.parameters()}

@@ -1,5 +1,6 @@
 """Loading, encoding, chats, and the messages of errors."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -71,6 +72,34 @@ def test_the_chat_template_is_applied() -> None:
     assert text(tokenizer.chat(MESSAGES, chat_template_kwargs={"mood": "calm"})).endswith("<s>assistant:(calm)")
     assert text(tokenizer.chat(MESSAGES, chat_template="{{ messages[0].content }}")) == "Thedog"
     assert text(tokenizer.chat(MESSAGES, add_generation_prompt=False, continue_final_message=True)) == "<s>user:Thedog"
+
+
+IN_PARTS = (
+    "{% for m in messages %}<s>{{ m.role }}: {% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}"
+    "{% endif %}{% endfor %}</s>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(
+    "template", [IN_PARTS, IN_PARTS.replace("m.content %}", "m.content | selectattr('type', 'equalto', 'text') %}")]
+)
+def test_a_template_that_reads_parts_gets_texts_in_parts(template: str) -> None:
+    """As those of many multimodal models do, which lose a plain text without an error."""
+    tokenizer = byte_fallback()
+    tokenizer.inner.chat_template = template
+    history = [*MESSAGES, {"role": "assistant", "content": [{"type": "text", "text": "Woof"}]}]
+    assert tokenizer.render_chat(history) == "<s>user: The dog</s><s>assistant: Woof</s>"
+    assert history[0] == MESSAGES[0], "the caller's messages stay as they are"
+    either = "{% if m.content is string %}{{ m.content }}{% else %}in parts{% endif %}"
+    assert tokenizer.render_chat(MESSAGES, chat_template=f"{{% for m in messages %}}{either}{{% endfor %}}") == "The dog"
+
+
+def test_the_template_of_a_processor_is_the_models(folder: Path) -> None:
+    """Older multimodal checkpoints have it in a file of the processor alone."""
+    (folder / "chat_template.json").write_text(json.dumps({"chat_template": IN_PARTS}))
+    tokenizer = read_tokenizer(str(folder))
+    assert tokenizer is not None
+    assert tokenizer.render_chat(MESSAGES) == "<s>user: The dog</s>"
 
 
 def test_bad_chats_are_refused() -> None:

@@ -43,10 +43,10 @@ def runs_instead(monkeypatch: pytest.MonkeyPatch, code: str, speaks_first: bool 
 
 def test_the_summary_counts_what_could_have_been_exact() -> None:
     assert summary(FINDINGS) == (
-        "2 of 4 decoder-only causal language models are exact (1 packed, 1 sequential); 1 wrong, 1 refused. "
+        "2 of 4 decoder-only language models are exact (1 packed, 1 sequential); 1 wrong, 1 refused. "
         "Apart from these: 1 not causal, 1 not built."
     )
-    assert summary(FINDINGS[:1]) == "1 of 1 decoder-only causal language models are exact (1 packed)."
+    assert summary(FINDINGS[:1]) == "1 of 1 decoder-only language models are exact (1 packed)."
 
 
 def test_the_document_does_not_depend_on_the_order_of_findings() -> None:
@@ -54,9 +54,9 @@ def test_the_document_does_not_depend_on_the_order_of_findings() -> None:
     assert document == to_markdown(FINDINGS[::-1], VERSIONS)
     assert to_json(FINDINGS, VERSIONS) == to_json(FINDINGS[::-1], VERSIONS)
     assert "torch 2, processor abacus" in document
-    assert "| gpt2 | `GPT2LMHeadModel` | packed | yes | 76% | 12 |  | 1,234 | 0.5 |" in document
-    assert "| rwkv | `RwkvForCausalLM` | sequential (prompts whole) | yes | 20% (small) | 9 |" in document
-    assert "| bloom | `BloomForCausalLM` | rows | no: wrong | 90% | 1 (small) | 1 of 8 requests: a\\|b |" in document
+    assert "| gpt2 | `GPT2LMHeadModel` |  | packed | yes | 76% | 12 |  | 1,234 | 0.5 |" in document
+    assert "| rwkv | `RwkvForCausalLM` |  | sequential (prompts whole) | yes | 20% (small) | 9 |" in document
+    assert "| bloom | `BloomForCausalLM` |  | rows | no: wrong | 90% | 1 (small) | 1 of 8 requests: a\\|b |" in document
     assert "| cpmant | `CpmAntForCausalLM` | later tokens |" in document
     assert document.index("## Exact") < document.index("## Not exact") < document.index("## Not built")
 
@@ -89,7 +89,7 @@ def test_classes_are_named_by_type_or_by_class() -> None:
     assert list(runner.select(CLASSES, ())) == ["gpt-sw3", "gpt2", "llama"]
     assert list(runner.select(CLASSES, ("GPT2LMHeadModel",))) == ["gpt-sw3", "gpt2"]
     assert list(runner.select(CLASSES, ("llama",))) == ["llama"]
-    with pytest.raises(ValueError, match="no causal language model class or model type 'lama'"):
+    with pytest.raises(ValueError, match="no language model class or model type 'lama'"):
         runner.select(CLASSES, ("lama",))
 
 
@@ -122,7 +122,7 @@ def test_the_command_examines_two_classes(tmp_path: Path) -> None:
     assert (done.exit_code, done.stdout) == (0, "")
     assert "gpt2: exact packed\n" in done.stderr
     assert (
-        "2 of 2 decoder-only causal language models are exact (1 packed, 1 rows; 1 recorded, without Python in a step)."
+        "2 of 2 decoder-only language models are exact (1 packed, 1 rows; 1 recorded, without Python in a step)."
         in path.read_text()
     )
 

@@ -113,8 +113,10 @@ def examine(model_type: str) -> tuple[Finding, PreTrainedModel | None]:
     model = None
     try:
         config = tiny_config(model_type)
-        num_parameters = build(model_class(model_type), config).num_parameters()
-        finding = replace(finding, outcome="not causal", num_parameters=num_parameters)
+        built = build(model_class(model_type), config)
+        modalities = built.input_modalities
+        takes = ", ".join(sorted({*([modalities] if isinstance(modalities, str) else modalities)} - {"text"}))
+        finding = replace(finding, outcome="not causal", num_parameters=built.num_parameters(), takes=takes)
         model, sensitivity = sensitive_model(model_class(model_type), config)
         finding = replace(
             finding,

@@ -36,6 +36,7 @@ class Finding:
         in_one_piece: whether prompts had to be computed whole.
         is_recorded: whether its forward pass was recorded, and runs without Python.
         seconds: the total time, without imports.
+        takes: what the class reads, besides text: "image", "audio", "video".
         peer: the result of `transformers`' own continuous batching: "right", "wrong …", "raises …"; "": not run.
     """
 
@@ -54,6 +55,7 @@ class Finding:
     in_one_piece: bool = False
     is_recorded: bool = False
     seconds: float = 0.0
+    takes: str = ""
     peer: str = ""
 
     def to_json(self) -> str:

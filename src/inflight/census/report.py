@@ -65,7 +65,7 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: S
     if inexact:
         parts += ["## Not exact\n", _table(inexact, with_peer)]
     if others := [each for each in findings if each.outcome == "not causal"]:
-        parts += ["## No decoder-only causal language models\n", _short_table(others)]
+        parts += ["## No decoder-only language models\n", _short_table(others)]
     if others := [each for each in findings if each.outcome == "not built"]:
         parts += ["## Not built\n", _short_table(others)]
     return "\n".join(parts)
@@ -73,13 +73,13 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: S
 
 def _introduction(names: Sequence[str]) -> str:
     options = "".join(f" --class {name}" for name in names) or " --output benchmarks/results/census.md"
-    classes = "every class that `transformers` maps to a causal language model"
+    classes = "every class that `transformers` maps to a causal language model or to a multimodal one, given text alone"
     if names:
         classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to causal "
-        classes += "language models"
+        classes += "language models and to multimodal ones, given text alone"
     text = textwrap.fill(INTRODUCTION.format(classes=classes), 120, break_long_words=False, break_on_hyphens=False)
     made = f"Made by `inflight census{options}`; not edited by hand."
-    return f"# Census of causal language models\n\n{made}\n\n{text}\n"
+    return f"# Census of language models\n\n{made}\n\n{text}\n"
 
 
 def summary(findings: Sequence[Finding]) -> str:
@@ -92,7 +92,7 @@ def summary(findings: Sequence[Finding]) -> str:
     how += f"; {recorded} recorded, without Python in a step" if recorded else ""
     rest = ", ".join(f"{counts[name]} {name}" for name in ("wrong", "refused", "failed") if counts[name])
     apart = ", ".join(f"{counts[name]} {name}" for name in NO_CAUSAL_LM if counts[name])
-    sentence = f"{counts['exact']} of {len(causal)} decoder-only causal language models are exact"
+    sentence = f"{counts['exact']} of {len(causal)} decoder-only language models are exact"
     sentence += f" ({how})" if how else ""
     sentence += f"; {rest}" if rest else ""
     return sentence + (f". Apart from these: {apart}." if apart else ".")
@@ -103,11 +103,12 @@ def _ordered(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _table(findings: Sequence[Finding], with_peer: bool) -> str:
-    columns = ["model type", "class", "executor", "exact", "context", "variety", "why not", "parameters", "s"]
+    columns = ["model type", "class", "also reads", "executor", "exact", "context", "variety", "why not", "parameters", "s"]
     rows = [
         [
             each.model_type,
             f"`{each.model_class}`",
+            each.takes,
             (each.executor or "")
             + (" (recorded)" if each.is_recorded else "")
             + (" (prompts whole)" if each.in_one_piece else ""),

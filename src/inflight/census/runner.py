@@ -70,7 +70,7 @@ def select(classes: Mapping[str, str], names: Sequence[str]) -> dict[str, str]:
     """
     for name in names:
         if name not in classes and name not in classes.values():
-            raise ValueError(f"there is no causal language model class or model type {name!r} in transformers")
+            raise ValueError(f"there is no language model class or model type {name!r} in transformers")
     return {
         model_type: classes[model_type]
         for model_type in sorted(classes)

@@ -19,6 +19,7 @@ from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.api.options import is_text
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.api.pooling import PooledText
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.step.plan import BadWords
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
@@ -97,6 +98,7 @@ class Admission:
         adapter_source: str | None = None,
         deadline: float | None = None,
         text: PooledText | None = None,
+        multimodal: MultimodalInputs | None = None,
     ) -> AcceptedRequest:
         """Check a request and resolve it against the model, except for what `InputProcessor.compile` does.
 
@@ -106,6 +108,7 @@ class Admission:
             adapter_source: the folder or hub repository of its adapter; None: it has none.
             deadline: a time of `time.monotonic()` at which it is aborted unless it has finished.
             text: what to pool, with the prompt's tokens; None: it generates.
+            multimodal: the images and sounds of the prompt.
 
         Raises:
             InvalidRequestError: the model cannot answer it as asked.
@@ -128,7 +131,7 @@ class Admission:
         drawn = self._seeds.next()
         seed = drawn if params.seed is None else params.seed
         is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
-        return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
+        return AcceptedRequest(replace(request, seed=seed, multimodal=multimodal), deadline, is_compiled, adapter_source=adapter_source)
 
     def accept_text(self, request_id: str, text: PooledText, deadline: float | None = None) -> AcceptedRequest:
         """Check a pooling request, with a deadline as in `AcceptedRequest`. Raises `InvalidRequestError`."""

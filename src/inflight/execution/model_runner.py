@@ -17,9 +17,11 @@ from inflight.contracts.api.pooling import PoolingPlan
 from inflight.contracts.step.cache_layout import CacheLayout
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
+from inflight.execution.encoder_outputs import EncoderOutputs
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
+from inflight.execution.hf.model_class import encoders
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
@@ -61,6 +63,8 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
+        if isinstance(self.executor, PackedExecutor) and encoders(self.model):
+            self.executor.encoder_outputs = EncoderOutputs(self.model)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 
@@ -106,6 +110,8 @@ class ModelRunner:
             self.executor.release(plan.released_slots)
         if self.adapters is not None:
             self.adapters.take(plan)
+        if isinstance(self.executor, PackedExecutor) and self.executor.encoder_outputs is not None:
+            self.executor.encoder_outputs.take(plan)
         if self._pooler is not None:
             self._pooler.take(plan)
         if not plan.spans:

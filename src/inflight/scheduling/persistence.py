@@ -14,7 +14,7 @@ from typing import NamedTuple, Protocol
 from inflight.contracts.step.block_hash import block_hash
 from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from inflight.scheduling.block_pool import BlockPool, BlockTables
-from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of, make_key
+from inflight.scheduling.prefix_cache import Parent, PrefixNode, hash_of
 from inflight.scheduling.sequence import Sequence
 from inflight.scheduling.states import States
 
@@ -194,7 +194,7 @@ class Persistence:
         there: list[list[BlockContent]] = []
         number = hash_of(parent)
         for start in self._starts(sequence)[num_before:]:
-            _, token_ids = make_key(parent, sequence.token_ids[start : start + size])
+            _, token_ids = sequence.key_of(parent, start, start + size)
             before, number = number, block_hash(number, token_ids)
             found = [group for group in range(len(groups) + (self._states is not None)) if store.has(number, group)]
             if not found:

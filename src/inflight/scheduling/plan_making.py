@@ -79,4 +79,5 @@ def _assignment(slot: int, sequence: Sequence) -> SlotAssignment:
         request.bad_words,
         request.adapter,
         request.text,
+        request.multimodal,
     )

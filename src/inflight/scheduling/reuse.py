@@ -12,7 +12,7 @@ from collections.abc import Sequence as SequenceOf
 from inflight.contracts.step.block_hash import Root
 from inflight.contracts.step.plan import NO_BLOCK, NO_STATE
 from inflight.scheduling.block_pool import BlockPool
-from inflight.scheduling.prefix_cache import PrefixNode, make_key
+from inflight.scheduling.prefix_cache import PrefixNode
 from inflight.scheduling.sequence import Sequence
 from inflight.scheduling.states import States
 
@@ -106,7 +106,7 @@ class Reuse:
             return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
         for start in range(sequence.num_known_blocks * block_size, len(sequence.token_ids) - block_size, block_size):
-            node = self.block_pool.find(make_key(parent, sequence.token_ids[start : start + block_size]))
+            node = self.block_pool.find(sequence.key_of(parent, start, start + block_size))
             if node is None:
                 break
             nodes.append(node)
@@ -225,7 +225,7 @@ class Reuse:
         block_size = self.block_pool.block_size
         while (sequence.num_known_blocks + 1) * block_size <= num_tokens:
             index = sequence.num_known_blocks
-            key = make_key(sequence.parent, sequence.token_ids[index * block_size : (index + 1) * block_size])
+            key = sequence.key_of(sequence.parent, index * block_size, (index + 1) * block_size)
             node = self.block_pool.find(key)
             if node is None:
                 if all(table[index] == NO_BLOCK for table in sequence.block_tables):

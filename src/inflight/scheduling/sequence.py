@@ -8,9 +8,10 @@ from inflight.contracts.api.outputs import FinishReason
 from inflight.contracts.api.params import DEFAULT_PARAMS, SamplingParams
 from inflight.contracts.api.pooling import PooledText
 from inflight.contracts.step.block_hash import Root
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.step.plan import NO_STATE, BadWords
 from inflight.scheduling.block_pool import BlockTables
-from inflight.scheduling.prefix_cache import Parent
+from inflight.scheduling.prefix_cache import Key, Parent, make_key
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,7 @@ class Request:
         params, seed, bad_words: how its tokens are sampled (see `SlotAssignment`).
         predicted_ids: the caller's prediction of parts of its output.
         text: the text to pool; None: it generates.
+        multimodal: the images and sounds of its prompt; None: it has none.
         runs_whole: whether all of its tokens must run in one step, because all their states are pooled.
     """
 
@@ -48,6 +50,7 @@ class Request:
     bad_words: BadWords = field(default_factory=dict)
     predicted_ids: SequenceOf[int] = ()
     text: PooledText | None = None
+    multimodal: MultimodalInputs | None = None
     runs_whole: bool = False
 
 
@@ -127,6 +130,12 @@ class Sequence:
     def computes_prompt(self) -> bool:
         """Whether the whole prompt must be computed, even if some of it is cached."""
         return self.wants_scores or self.request.runs_whole
+
+    def key_of(self, parent: Parent, start: int, end: int) -> Key:
+        """The prefix cache's key of its block of the tokens `[start, end)` after `parent`."""
+        inputs = self.request.multimodal
+        parent, token_ids = make_key(parent, self.token_ids[start:end])
+        return parent, token_ids if inputs is None else token_ids + inputs.digest_between(start, end)
 
     def ids_to_score(self, end: int) -> SequenceOf[int]:
         """The prompt tokens that get log-probabilities when the first `end` tokens are computed."""

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 from inflight.contracts.api.outputs import TokenScore
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.api.pooling import PooledText, Values
+from inflight.contracts.step.multimodal import MultimodalInputs
 
 BlockTable: TypeAlias = "array[int]"
 """The blocks of one sequence in one cache group, in order: token i lies in block `table[i // block_size]`."""
@@ -38,6 +39,7 @@ class SlotAssignment:
         bad_words: texts that its output never contains.
         adapter: the digest of its adapter; None: none.
         text: the pooling of its text; None: tokens are sampled.
+        multimodal: the images and sounds of its prompt; None: it has none.
     """
 
     slot: int
@@ -51,6 +53,7 @@ class SlotAssignment:
     bad_words: BadWords = field(default_factory=dict)
     adapter: str | None = None
     text: PooledText | None = None
+    multimodal: MultimodalInputs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 sequences."""
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -17,6 +17,7 @@ from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
+from inflight.execution.encoder_outputs import EncoderOutputs
 from inflight.execution.executors.counting import FROM_ZERO, Counting, Positions
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
@@ -91,6 +92,8 @@ class PackedExecutor:
         self._kept: KeptStates | None = None
         self.adapters: StepAdapters | None = None
         """Assigns adapters to the rows of each step."""
+        self.encoder_outputs: EncoderOutputs | None = None
+        """Those of running sequences; None: the model reads text only."""
         self._calls: list[tuple[AttentionSpec, KVStorage]] = []  # of a forward pass, in order
         self._storages: list[KVStorage] = []  # those with their own memory
         self._num_blocks = self._num_states = 0
@@ -193,16 +196,21 @@ class PackedExecutor:
             input_ids, positions: `[n]` int64, padded; n is at least T.
             logit_rows: `[n]` int64, padded; n is at least R.
         """
+        given = None if self.encoder_outputs is None else self.encoder_outputs.of(batch, input_ids, positions)
+        options: Mapping[str, Any] = {}
+        if given is not None:
+            positions, options = given.positions, given.options
+            positions = positions if len(positions) > 1 else positions[0]
         rows = input_ids, positions, logit_rows
-        if self._compiled is not None:
+        if self._compiled is not None and not options and positions.dim() == 1:
             return _without_padding(batch, self._compiled(*rows))
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
         with embeddings:
-            return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens))
+            return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens, **options))
 
     def _run_eagerly(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int
+        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int, **options: Any
     ) -> list[torch.Tensor]:
         """Run rows, of which `num_tokens` are tokens, through the model's own Python. Arguments as for `_run`; returns
         logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises
@@ -212,7 +220,7 @@ class PackedExecutor:
         kept = nullcontext() if self._kept is None else put_last_states(self.model, states)
         mixed = nullcontext() if self.mixing is None else run_mixers(self.mixing)
         with attend_with(self._attend), kept, mixed:
-            logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
+            logits: torch.Tensor = self._forward(input_ids, positions, logit_rows, **options)
         if self._num_calls != len(self._calls):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self._calls)} as at load")
         if len(logits) != len(logit_rows):
@@ -301,10 +309,13 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
     takes_logit_rows, takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
     hook_positions(model)
 
-    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
-        options = {"logits_to_keep": logit_rows} if takes_logit_rows else {}
+    def forward(
+        input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, **options: Any
+    ) -> torch.Tensor:
+        if takes_logit_rows:
+            options["logits_to_keep"] = logit_rows
         if takes_positions:
-            options["position_ids"] = positions[None]
+            options["position_ids"] = positions.unsqueeze(-2)
         with at_positions(positions):
             logits: torch.Tensor = model(
                 input_ids=input_ids[None],

@@ -13,6 +13,8 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 
+from inflight.execution.hf.model_class import encoders
+
 AttentionHandler: TypeAlias = Callable[[nn.Module, Tensor, Tensor, Tensor, Tensor | None, dict[str, Any]], Tensor]
 """Takes the calling module, query `[1, H, T, Dk]`, key `[1, Hkv, T, Dk]`, value `[1, Hkv, T, Dv]`, the model's mask and
 the call's keyword arguments; returns `[1, T, H, Dv]`."""
@@ -58,8 +60,11 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
 
 
 def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
-    """The configurations of a model and of all modules in it."""
+    """The configurations of a model and of all modules in it, except its encoders of images and sound."""
+    apart = {module for encoder in encoders(model) for module in encoder.modules()}
     for module in model.modules():
+        if module in apart:
+            continue
         config = getattr(module, "config", None)
         if isinstance(config, PreTrainedConfig):
             yield config

@@ -1,0 +1,224 @@
+"""`EncoderOutputs`: encodes the images and sounds of running sequences, and puts the outputs in place of their
+placeholder tokens.
+
+A multimodal model of `transformers` takes encoder outputs as `mm_encoder_outputs`, one row for each placeholder among
+the tokens of a forward pass. So a step gives it the rows of its own placeholders, whatever sequences they belong to.
+Each item is encoded alone, so its bits depend on no other.
+"""
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
+from inflight.contracts.step.plan import SlotAssignment, StepPlan
+from inflight.execution.hf.model_class import encoders
+from inflight.execution.ragged_batch import RaggedBatch
+
+MAX_BYTES = 2**28
+"""Encoder outputs that are kept for later requests."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """An item's encoder output: a row `[hidden]` for each placeholder, and in some models one for each of a few layers
+    (DeepStack).
+
+    Attributes:
+        kind: the class of the model's output.
+        is_list: whether the model gives a list of one tensor for each item.
+    """
+
+    pooled: Tensor
+    deep: tuple[Tensor, ...]
+    kind: type[ModelOutput]
+    is_list: bool
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(each.nbytes for each in (self.pooled, *self.deep))
+
+
+@dataclass(frozen=True, slots=True)
+class _SequenceInputs:
+    """What the steps of one sequence need.
+
+    Attributes:
+        rows: by kind, the rows of its placeholders.
+        places: by kind, their indices, `[n]` int64, ascending.
+        positions: of the prompt's tokens, `[k, L]` int64.
+        types: arguments of the model with a value for each token of the prompt, `[L]`.
+    """
+
+    rows: Mapping[str, _Rows]
+    places: Mapping[str, np.ndarray[Any, Any]]
+    positions: Tensor
+    types: Mapping[str, Tensor]
+
+    def positions_of(self, start: int, end: int) -> Tensor:
+        """The positions `[k, end - start]` of these tokens. After the prompt they count on from the largest."""
+        length = self.positions.shape[1]
+        after = torch.arange(max(start, length), max(end, length)) - length + int(self.positions.max()) + 1
+        own = self.positions[:, start:end]
+        return torch.cat([own, after.expand(len(own), -1)], dim=1)
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step's forward pass needs besides its tokens.
+
+    Attributes:
+        positions: `[k, T]` int64.
+        options: arguments of the model; empty: a graph can run the step, at the first row of `positions`.
+    """
+
+    positions: Tensor
+    options: Mapping[str, Any]
+
+
+class EncoderOutputs:
+    """The encoder outputs of one model's running sequences.
+
+    Args:
+        model: exclusively ours.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
+        self._sequences: dict[int, _SequenceInputs] = {}  # by slot
+        self._token_ids = {kind: _placeholder(model, kind) for kind in ("image", "audio")}
+
+    def take(self, plan: StepPlan) -> None:
+        """Track releases and assignments of slots; encode what newly assigned sequences need."""
+        for slot in plan.released_slots:
+            self._sequences.pop(slot, None)
+        for assignment in plan.assignments:
+            if assignment.multimodal is not None:
+                self._sequences[assignment.slot] = self._inputs(assignment, assignment.multimodal)
+
+    def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs | None:
+        """What this step needs; None: it has no sequence with images or sounds.
+
+        Args:
+            input_ids, positions: of the row, with padding, `[n]` int64.
+        """
+        if not any(span.slot in self._sequences for span in batch.spans):
+            return None
+        num_rows = max(len(each.positions) for each in self._sequences.values())
+        own = positions.expand(num_rows, -1).clone()
+        options: dict[str, Any] = {}
+        known: dict[str, list[tuple[_Rows, Tensor, Tensor]]] = {}  # rows, which of them, where in the step's row
+        first = 0
+        for span in batch.spans:
+            sequence, end = self._sequences.get(span.slot), first + span.length
+            if sequence is not None:
+                own[:, first:end] = sequence.positions_of(span.start, span.end)
+                for kind, places in sequence.places.items():
+                    lowest, highest = np.searchsorted(places, (span.start, span.end))
+                    if lowest < highest:
+                        where = torch.from_numpy(places[lowest:highest] - span.start + first)
+                        known.setdefault(kind, []).append((sequence.rows[kind], torch.arange(lowest, highest), where))
+                for name, types in sequence.types.items():
+                    row = options.setdefault(name, types.new_zeros(1, len(input_ids)))
+                    row[0, first : first + len(types[span.start : span.end])] = types[span.start : span.end]
+            first = end
+        own[:, first:] = own[:, first - 1 : first]
+        if known:
+            options["mm_encoder_outputs"] = {
+                kind: self._merged(kind, parts, input_ids) for kind, parts in known.items()
+            }
+        elif bool((own == own[:1]).all()):
+            return StepInputs(own[:1], {})
+        return StepInputs(own, options)
+
+    def _merged(self, kind: str, parts: list[tuple[_Rows, Tensor, Tensor]], input_ids: Tensor) -> ModelOutput:
+        """The model's encoder output for one step's placeholders. Those without an item, which a text may have, too,
+        keep their own embedding."""
+        like = parts[0][0]
+        places = (input_ids == self._token_ids[kind]).nonzero()[:, 0]
+        pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
+        deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep]
+        for rows, which, where in parts:
+            index = torch.searchsorted(places, where)
+            pooled[index] = rows.pooled[which]
+            for target, source in zip(deep, rows.deep, strict=True):
+                target[index] = source[which]
+        contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
+        given: dict[str, Any] = {"pooler_output": contained(pooled)}
+        if deep:
+            given["deepstack_features"] = [contained(each) for each in deep]
+        return like.kind(**given)
+
+    @torch.inference_mode()
+    def _inputs(self, assignment: SlotAssignment, inputs: MultimodalInputs) -> _SequenceInputs:
+        length = assignment.prompt_len
+        token_ids = torch.tensor([assignment.token_ids[:length]], device=self._model.device)
+        given = {name: torch.from_numpy(each.values().copy()) for name, each in inputs.arrays.items()}
+        positions = self._model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **given})
+        if hasattr(self._model.base_model, "rope_deltas"):
+            self._model.base_model.rope_deltas = None
+        positions = positions.reshape(-1, length)[-3:]  # of four rows, the first is for masks
+        rows: dict[str, _Rows] = {}
+        places: dict[str, np.ndarray[Any, Any]] = {}
+        for kind in {item.kind for item in inputs.items}:
+            items = [item for item in inputs.items if item.kind == kind]
+            encoded = [self._encoded(item) for item in items]
+            rows[kind] = _Rows(
+                torch.cat([each.pooled for each in encoded]),
+                tuple(map(torch.cat, zip(*(each.deep for each in encoded), strict=True))),
+                encoded[0].kind,
+                encoded[0].is_list,
+            )
+            places[kind] = np.concatenate([np.asarray(item.places, dtype=np.int64) for item in items])
+        names = set(inspect.signature(self._model.forward).parameters)
+        types = {name: each[0] for name, each in given.items() if name in names and each.shape == (1, length)}
+        return _SequenceInputs(rows, places, positions, types)
+
+    def _encoded(self, item: EncoderInput) -> _Rows:
+        if item.digest in self._kept:
+            self._kept.move_to_end(item.digest)
+            return self._kept[item.digest]
+        model = self._model
+        for encoder in encoders(model):
+            encoder.to(model.dtype)
+        encode = getattr(model.base_model, f"get_{item.kind}_features")
+        given = {name: torch.from_numpy(each.values().copy()).to(model.device) for name, each in item.arrays.items()}
+        output = encode(**given, return_dict=True)
+        pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
+        rows = _Rows(_flat(pooled), tuple(map(_flat, deep)), type(output), not isinstance(pooled, Tensor))
+        if len(rows.pooled) != len(item.places):
+            raise ModelError(f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs")
+        self._kept[item.digest] = rows
+        while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
+            self._kept.popitem(last=False)
+        return rows
+
+
+def _flat(features: Any) -> Tensor:
+    """Features as rows `[n, hidden]`."""
+    return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+
+
+def _placeholder(model: PreTrainedModel, kind: str) -> int | None:
+    """The token id that stands for a row of an encoder's output; None: the model has no such encoder."""
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((value for name in names if (value := getattr(model.config, name, None)) is not None), None)
+
+
+def encoder_arguments(model: PreTrainedModel, kind: str) -> set[str]:
+    """The names of the arguments of a model's encoder."""
+    encode = getattr(model.base_model, f"get_{kind}_features", None)
+    return set() if encode is None else set(inspect.signature(encode).parameters) - {"kwargs"}
+
+
+__all__ = ["Array", "EncoderOutputs", "StepInputs", "encoder_arguments"]

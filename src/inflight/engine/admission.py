@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts.api.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.api.errors import AdapterError, InvalidRequestError
+from inflight.contracts.api.features import IMAGES, Features
 from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.api.options import is_text
 from inflight.contracts.api.params import SamplingParams
@@ -127,11 +128,19 @@ class Admission:
             raise InvalidRequestError(f"bad_words is {params.bad_words!r}, but this model has no tokenizer")
         if isinstance(params.prediction, str) and self._tokenizer is None:
             raise InvalidRequestError("prediction is text, but this model has no tokenizer")
-        request = make_request(request_id, prompt_token_ids, params, info, priority=priority, cache_salt=cache_salt)
+        request = make_request(
+            request_id,
+            prompt_token_ids,
+            params,
+            info,
+            priority=priority,
+            cache_salt=cache_salt,
+            multimodal=multimodal,
+        )
         drawn = self._seeds.next()
         seed = drawn if params.seed is None else params.seed
         is_compiled = params.structured_output is None and not params.bad_words and not params.prediction
-        return AcceptedRequest(replace(request, seed=seed, multimodal=multimodal), deadline, is_compiled, adapter_source=adapter_source)
+        return AcceptedRequest(replace(request, seed=seed), deadline, is_compiled, adapter_source=adapter_source)
 
     def accept_text(self, request_id: str, text: PooledText, deadline: float | None = None) -> AcceptedRequest:
         """Check a pooling request, with a deadline as in `AcceptedRequest`. Raises `InvalidRequestError`."""
@@ -168,9 +177,12 @@ def make_request(
     *,
     priority: int = 0,
     cache_salt: str | None = None,
+    multimodal: MultimodalInputs | None = None,
 ) -> Request:
     """Return a request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
+    if multimodal is not None:
+        _check_multimodal(multimodal, params, info)
     if params.truncate_prompt_tokens is not None:
         prompt = prompt[-params.truncate_prompt_tokens :]
     if not prompt:
@@ -203,7 +215,16 @@ def make_request(
         cache_salt=cache_salt,
         scores_prompt=params.prompt_logprobs is not None,
         params=params,
+        multimodal=multimodal,
     )
+
+
+def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: ModelInfo) -> None:
+    if any(item.kind not in info.input_modalities for item in inputs.items):
+        why_not = Features.from_info(info).why_not(IMAGES) or f"{info.model_class} has no encoder for them"
+        raise InvalidRequestError(f"the prompt has images: {why_not}")
+    if params.truncate_prompt_tokens is not None:
+        raise InvalidRequestError("truncate_prompt_tokens would cut images; give a shorter prompt")
 
 
 def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:

@@ -172,13 +172,15 @@ class Engine:
 
         Raises:
             QueueFullError: too many sequences wait.
-            InvalidRequestError: its id is in use.
+            InvalidRequestError: its id is in use, or the model cannot take its images.
         """
         self.check_room(accepted)
         accepted = self.inputs.compile(accepted)
         request = accepted.request
         if request.request_id in self._reporter:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
+        if request.multimodal is not None:
+            self.runner.encode(request.prompt_token_ids, request.multimodal)
         self._reporter.follow(accepted)
         self._totals.requests += 1
         self.scheduler.submit(request)

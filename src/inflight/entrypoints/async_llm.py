@@ -36,7 +36,15 @@ from inflight.engine.process.session import Session
 from inflight.engine.replicas.launch import check_replicas, load_of
 from inflight.engine.replicas.live_states import RequestNames, live_states, recording_of
 from inflight.entrypoints.adapter_names import AdapterNames
-from inflight.entrypoints.inputs import TEMPLATE_OPTIONS, Prompt, check_chat, default_params, model_source, read_prompt
+from inflight.entrypoints.inputs import (
+    TEMPLATE_OPTIONS,
+    Prompt,
+    ReadPrompt,
+    check_chat,
+    default_params,
+    model_source,
+    read_prompt,
+)
 from inflight.entrypoints.pooling_calls import AsyncPoolingCalls
 from inflight.entrypoints.pooling_requests import Output, PoolingRequest
 from inflight.host.garbage_collection import call_after
@@ -359,14 +367,16 @@ class AsyncLLM(AsyncPoolingCalls):
             ready = (await self._session()).ready
             if ready.model_info.pooling is not None:
                 raise refusal_to_generate(ready.model_info)
-            text, token_ids, salt = await _read(prompt, self.tokenizer)
+            text, token_ids, salt, multimodal = await _read(prompt, self.tokenizer)
             params = default_params(prompt, ready.default_params) if params is None else params
             if not isinstance(params, SamplingParams):
                 raise InvalidRequestError(f"sampling_params is {params!r}; it must be SamplingParams")
             salt = salt if cache_salt is None else cache_salt
             source = None if adapter is None else self.adapters.source_of(adapter)
             info = ready.model_info
-            request = make_request(call.request_id, token_ids, params, info, priority=priority, cache_salt=salt)
+            request = make_request(
+                call.request_id, token_ids, params, info, priority=priority, cache_salt=salt, multimodal=multimodal
+            )
             checked = list(request.prompt_token_ids)
             collector = Collector(call.request_id, text, checked, params, self.tokenizer)
             if self.num_replicas > 1 and params.seed is None:  # all engines would begin with the same seed
@@ -376,7 +386,9 @@ class AsyncLLM(AsyncPoolingCalls):
             root = Root(salt, adapter=source)
             with self._client.deliver(checked, root, params.n, in_background=is_background) as mailbox:
                 session, address = mailbox.session, mailbox.address
-                session.send(Generate(address, checked, params, request.priority, salt, source, deadline))
+                session.send(
+                    Generate(address, checked, params, request.priority, salt, source, deadline, None, multimodal)
+                )
                 call.reach(session, address)
                 try:
                     with self._names.named(session, address, call.request_id):
@@ -478,7 +490,7 @@ async def _stats_of(session: Session) -> EngineStats:
     return stats
 
 
-async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
+async def _read(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
     """`read_prompt`; tokenizes outside the event loop, because the text may be long."""
     if isinstance(prompt, Sequence) and not isinstance(prompt, str):
         return read_prompt(prompt, tokenizer)

@@ -3,19 +3,22 @@
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.contracts.api.options import is_loaded_model
 from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.demo_model import DEMO_MODEL
+from inflight.text.processor import ImageSource
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one)."""
+"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one). A
+"prompt" may have "images" (see `ImageSource`), and messages parts `{"type": "image", "image": …}`."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
@@ -24,28 +27,71 @@ TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue
 """Keyword arguments for the chat template."""
 
 
-def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> tuple[str | None, Sequence[int], str | None]:
-    """A prompt's text, if it has one, its token ids, and its cache salt. Raises `InvalidRequestError`."""
+class ReadPrompt(NamedTuple):
+    """A prompt as a model reads it.
+
+    Attributes:
+        text: None: it is given as token ids, or a chat.
+        multimodal: its images; None: it has none.
+    """
+
+    text: str | None
+    token_ids: Sequence[int]
+    cache_salt: str | None = None
+    multimodal: MultimodalInputs | None = None
+
+
+def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
+    """Tokenize a prompt, and process its images. Raises `InvalidRequestError`."""
     if isinstance(prompt, str):
         if not prompt:  # even if the tokenizer would add tokens
             raise InvalidRequestError("the prompt is empty; it must have at least one character")
         _check_text(prompt)
-        return prompt, _needed(tokenizer, "text").encode(prompt), None
+        return ReadPrompt(prompt, _needed(tokenizer, "text").encode(prompt))
     if isinstance(prompt, Mapping):
         kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-        extra = set(prompt) - {kind, "cache_salt"} - (TEMPLATE_OPTIONS if kind == "messages" else set())
+        more = TEMPLATE_OPTIONS if kind == "messages" else {"images"} if kind == "prompt" else set()
+        extra = set(prompt) - {kind, "cache_salt"} - more
         if kind is None or extra:
             raise InvalidRequestError(
                 'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
-                f'other but "cache_salt"; it has {sorted(map(str, prompt))}'
+                f'other but "cache_salt" (and "images" beside a "prompt"); it has {sorted(map(str, prompt))}'
             )
         salt = prompt.get("cache_salt")
         if kind == "messages":
-            return None, _needed(tokenizer, "a chat").chat(_messages(prompt["messages"]), **_options(prompt)), salt
-        return *read_prompt(prompt[kind], tokenizer)[:2], salt
+            known = _needed(tokenizer, "a chat")
+            messages, images = split_images(_messages(prompt["messages"]))
+            if not images:
+                return ReadPrompt(None, known.chat(messages, **_options(prompt)), salt)
+            text = known.render_chat(messages, **_options(prompt))
+            token_ids, multimodal = known.processor.read(text, images, add_special_tokens=False)
+            return ReadPrompt(None, token_ids, salt, multimodal)
+        if images := prompt.get("images"):
+            _check_text(prompt["prompt"])
+            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], images)
+            return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
+        return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-        return None, prompt, None
+        return ReadPrompt(None, prompt)
     raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
+
+
+def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
+    """Messages whose image parts only mark a place, and the images of these places."""
+    images: list[ImageSource] = []
+
+    def marked(part: Any) -> Any:
+        if not isinstance(part, Mapping) or part.get("type") != "image" or "image" not in part:
+            return part
+        images.append(part["image"])
+        return {"type": "image"}
+
+    contents = (message.get("content") for message in messages)
+    split = [
+        {**message, "content": list(map(marked, content))} if isinstance(content, list | tuple) else message
+        for message, content in zip(messages, contents, strict=True)
+    ]
+    return split, images
 
 
 def _check_text(text: str) -> None:

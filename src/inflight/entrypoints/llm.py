@@ -308,7 +308,7 @@ class LLM(PoolingCalls):
         priority: int,
         adapter: str | None,
     ) -> None:
-        text, token_ids, cache_salt = read_prompt(prompt, self.tokenizer)
+        text, token_ids, cache_salt, multimodal = read_prompt(prompt, self.tokenizer)
         request_id = str(next(self._request_ids))
         accepted = self._admission.accept(
             request_id,
@@ -317,6 +317,7 @@ class LLM(PoolingCalls):
             priority=priority,
             cache_salt=cache_salt,
             adapter_source=None if adapter is None else self.adapters.source_of(adapter),
+            multimodal=multimodal,
         )
         prompt_token_ids = list(accepted.request.prompt_token_ids)
         stream.accepted.append(accepted)

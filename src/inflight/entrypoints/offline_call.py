@@ -144,7 +144,9 @@ class OfflineCall:
         self._num_in_work += 1
         params = replace(request.accepted.params, seed=accepted.seed)
         deadline, text = request.accepted.deadline, accepted.text
-        command = Generate(request.mailbox.address, prompt, params, accepted.priority, salt, source, deadline, text)
+        command = Generate(
+            request.mailbox.address, prompt, params, accepted.priority, salt, source, deadline, text, accepted.multimodal
+        )
         return request.mailbox.session, command
 
     def _abort(self) -> None:

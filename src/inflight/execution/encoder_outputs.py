@@ -8,20 +8,23 @@ Each item is encoded alone, so its bits depend on no other.
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
-from inflight.contracts.api.errors import ModelError
-from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
-from inflight.contracts.step.plan import SlotAssignment, StepPlan
+from inflight.contracts.api.errors import InvalidRequestError, ModelError
+from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
+from inflight.contracts.step.plan import StepPlan
+from inflight.execution.hf.hook import MASKED, attend_with, attention_in_use, restore_attention, use_attention
 from inflight.execution.hf.model_class import encoders
+from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch
 
 MAX_BYTES = 2**28
@@ -96,6 +99,7 @@ class EncoderOutputs:
         self._model = model
         self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
         self._sequences: dict[int, _SequenceInputs] = {}  # by slot
+        self._is_checked = False
         self._token_ids = {kind: _placeholder(model, kind) for kind in ("image", "audio")}
 
     def take(self, plan: StepPlan) -> None:
@@ -104,7 +108,7 @@ class EncoderOutputs:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
             if assignment.multimodal is not None:
-                self._sequences[assignment.slot] = self._inputs(assignment, assignment.multimodal)
+                self._sequences[assignment.slot] = self._inputs(assignment.token_ids[: assignment.prompt_len], assignment.multimodal)
 
     def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs | None:
         """What this step needs; None: it has no sequence with images or sounds.
@@ -159,10 +163,56 @@ class EncoderOutputs:
             given["deepstack_features"] = [contained(each) for each in deep]
         return like.kind(**given)
 
+    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> None:
+        """Encode a prompt's items before it is queued. Raises `InvalidRequestError` if the model cannot take them."""
+        try:
+            sequence = self._inputs(token_ids, inputs)
+            if not self._is_checked:
+                self._check_visibility(token_ids, sequence)
+                self._is_checked = True
+        except ModelError as error:
+            raise InvalidRequestError(str(error)) from error
+        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # in the model's own code
+            raise InvalidRequestError(f"the model cannot encode the images: {first_line(error)}") from error
+
     @torch.inference_mode()
-    def _inputs(self, assignment: SlotAssignment, inputs: MultimodalInputs) -> _SequenceInputs:
-        length = assignment.prompt_len
-        token_ids = torch.tensor([assignment.token_ids[:length]], device=self._model.device)
+    def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs) -> None:
+        """Raise `ModelError` unless every token sees what precedes it, and nothing else: some models let the tokens of
+        an image see each other. A forward pass over the prompt shows the model's own masks."""
+
+        def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+            sees_later = not getattr(module, "is_causal", True) if mask is None else (mask[0, 0] >= 0).triu(1).any()
+            if sees_later:
+                raise ModelError(f"{type(self._model).__name__} lets the tokens of an image see each other; inflight does not")
+            return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
+
+        row = torch.tensor(token_ids, device=self._model.device)
+        places = {kind: torch.from_numpy(each) for kind, each in sequence.places.items()}
+        outputs = {
+            kind: self._merged(kind, [(rows, torch.arange(len(places[kind])), places[kind])], row)
+            for kind, rows in sequence.rows.items()
+        }
+        types = {name: each[None] for name, each in sequence.types.items()}
+        text_positions = torch.arange(len(row))[None]
+        positions = torch.cat([text_positions, sequence.positions]) if len(sequence.positions) > 1 else text_positions
+        in_use = attention_in_use(self._model)
+        use_attention(self._model, MASKED)
+        try:
+            with attend_with(look):
+                self._model(
+                    input_ids=row[None],
+                    position_ids=positions[:, None] if len(positions) > 1 else positions,
+                    mm_encoder_outputs=outputs,
+                    use_cache=False,
+                    **types,
+                )
+        finally:
+            restore_attention(self._model, in_use)
+
+    @torch.inference_mode()
+    def _inputs(self, prompt: Sequence[int], inputs: MultimodalInputs) -> _SequenceInputs:
+        length = len(prompt)
+        token_ids = torch.tensor([list(prompt)], device=self._model.device)
         given = {name: torch.from_numpy(each.values().copy()) for name, each in inputs.arrays.items()}
         positions = self._model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **given})
         if hasattr(self._model.base_model, "rope_deltas"):
@@ -192,7 +242,8 @@ class EncoderOutputs:
         for encoder in encoders(model):
             encoder.to(model.dtype)
         encode = getattr(model.base_model, f"get_{item.kind}_features")
-        given = {name: torch.from_numpy(each.values().copy()).to(model.device) for name, each in item.arrays.items()}
+        names = inspect.signature(encode).parameters
+        given = {name: torch.from_numpy(each.values().copy()) for name, each in item.arrays.items() if name in names}
         output = encode(**given, return_dict=True)
         pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = _Rows(_flat(pooled), tuple(map(_flat, deep)), type(output), not isinstance(pooled, Tensor))
@@ -215,10 +266,8 @@ def _placeholder(model: PreTrainedModel, kind: str) -> int | None:
     return next((value for name in names if (value := getattr(model.config, name, None)) is not None), None)
 
 
-def encoder_arguments(model: PreTrainedModel, kind: str) -> set[str]:
-    """The names of the arguments of a model's encoder."""
-    encode = getattr(model.base_model, f"get_{kind}_features", None)
-    return set() if encode is None else set(inspect.signature(encode).parameters) - {"kwargs"}
-
-
-__all__ = ["Array", "EncoderOutputs", "StepInputs", "encoder_arguments"]
+def encodable(model: PreTrainedModel) -> tuple[str, ...]:
+    """What a model encodes and takes the outputs of, besides text: "image"."""
+    takes_outputs = "mm_encoder_outputs" in forward_parameters(model)
+    encodes = hasattr(model.base_model, "get_image_features") and _placeholder(model, "image") is not None
+    return ("image",) if takes_outputs and encodes else ()

@@ -15,13 +15,13 @@ from inflight.contracts.api.features import PREFIX_STORE, Features
 from inflight.contracts.api.outputs import TokenScore
 from inflight.contracts.api.pooling import PoolingPlan
 from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.encoder_outputs import EncoderOutputs
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
-from inflight.execution.hf.model_class import encoders
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
@@ -63,7 +63,7 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
-        if isinstance(self.executor, PackedExecutor) and encoders(self.model):
+        if isinstance(self.executor, PackedExecutor) and self.info.input_modalities:
             self.executor.encoder_outputs = EncoderOutputs(self.model)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
@@ -77,6 +77,13 @@ class ModelRunner:
     def cache_layout(self) -> CacheLayout:
         """The cache's layout."""
         return cache_layout(self.executor, self.config)
+
+    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> None:
+        """Encode a prompt's images, for the steps that compute its placeholders. Raises `InvalidRequestError` if the
+        model cannot take them."""
+        outputs = self.require_packed().encoder_outputs
+        assert outputs is not None
+        outputs.encode(token_ids, inputs)
 
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step.

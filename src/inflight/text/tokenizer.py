@@ -17,6 +17,8 @@ from inflight.contracts.api.errors import InvalidRequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from inflight.text.processor import Processor
+
 ANSWER = "Quixotic"
 """A word that no chat template contains."""
 CONFIGURATION = "configuration"
@@ -29,14 +31,29 @@ class Tokenizer:
     Attributes:
         named_ends: token ids that end a turn, by source in the tokenizer's file.
         notes: assumptions made when it was read.
+
+    Args:
+        load_processor: reads the processor of images; None: there is none.
     """
 
     def __init__(
-        self, inner: PreTrainedTokenizerBase, named_ends: Mapping[str, int] | None = None, notes: Sequence[str] = ()
+        self,
+        inner: PreTrainedTokenizerBase,
+        named_ends: Mapping[str, int] | None = None,
+        notes: Sequence[str] = (),
+        load_processor: Callable[[], Processor] | None = None,
     ) -> None:
         self.inner = inner
+        self._load_processor = load_processor
         self.named_ends, self.notes = named_ends or {}, tuple(notes)
         self._cutting_lock = threading.Lock()
+
+    @cached_property
+    def processor(self) -> Processor:
+        """The processor of images. Raises `InvalidRequestError` if there is none."""
+        if self._load_processor is None:
+            raise InvalidRequestError("this model has no processor of images: give the engine a folder, or the processor")
+        return self._load_processor()
 
     @property
     def eos_token_id(self) -> int | None:

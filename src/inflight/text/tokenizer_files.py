@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import json
 import os
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.api.options import is_loaded_model, is_loaded_tokenizer
+from inflight.contracts.api.options import is_loaded_model, is_loaded_processor, is_loaded_tokenizer
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
+from inflight.text.processor import Processor
 from inflight.text.tokenizer import Tokenizer, one_line
 
 if TYPE_CHECKING:
@@ -110,6 +112,8 @@ def load_tokenizer(
     """The given tokenizer, else the model's; None if there is none. Raises `ModelError`."""
     if is_loaded_tokenizer(tokenizer):
         return Tokenizer(tokenizer)
+    if is_loaded_processor(tokenizer):
+        return Tokenizer(tokenizer.tokenizer, load_processor=lambda: Processor(tokenizer))
     if tokenizer is None and is_loaded_model(model):
         return None
     source = model if tokenizer is None else tokenizer
@@ -145,7 +149,8 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
     except Exception as error:  # a damaged file can raise anything
         raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
     if len(inner) > len(inner.all_special_ids):
-        return Tokenizer(inner)
+        load = partial(Processor.load, source, trust_remote_code=trust_remote_code, revision=revision)
+        return Tokenizer(inner, load_processor=load)
     if is_folder:
         raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
     return None  # a repository without tokenizer files

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
 QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"
 OTHER_EXECUTORS, GPU, INSPECTION = "an executor other than packed", "a GPU", "a look into attention and cache"
-DRAFTING = "drafting for another model"
-"""Features, by the option that asks for each; the last four have no option."""
+DRAFTING, IMAGES = "drafting for another model", "images"
+"""Features, by the option that asks for each; the last five have no option."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +105,24 @@ REFUSALS = (
         "a model that runs as rows or sequentially",
         lambda model: model.executor in ("rows", "sequential"),
         "it cannot take back what it has computed for draft tokens that turn out wrong",
+    ),
+    Refusal(
+        (IMAGES,),
+        "a model that runs as rows or sequentially",
+        lambda model: model.executor in ("rows", "sequential"),
+        "encoder outputs go to the tokens of a packed row",
+    ),
+    Refusal(
+        (IMAGES,),
+        "a GPU",
+        lambda model: model.device not in (None, "cpu"),
+        "this was written and tried on a CPU only",
+    ),
+    Refusal(
+        (IMAGES,),
+        "a tensor_parallel_size above 1",
+        lambda model: model.num_ranks > 1,
+        "every rank would encode every image",
     ),
     Refusal(
         (DRAFTING,),

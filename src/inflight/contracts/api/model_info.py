@@ -60,6 +60,7 @@ class ModelInfo:
             None: torch's.
         speculation: the drafters; or "off", and why, if speculation was asked for.
         pooling: how it pools; None: it generates.
+        input_modalities: what a prompt may have besides text: "image".
     """
 
     model_class: str
@@ -99,6 +100,7 @@ class ModelInfo:
     can_resume: bool = False
     state_bytes: int = 0
     num_states: int = 0
+    input_modalities: tuple[str, ...] = ()
 
     @property
     def forward_pass(self) -> str:

@@ -240,5 +240,10 @@ def is_loaded_tokenizer(given: object) -> bool:
     return _is_instance(given, "transformers.tokenization_utils_base", "PreTrainedTokenizerBase")
 
 
+def is_loaded_processor(given: object) -> bool:
+    """Whether this is a `ProcessorMixin`; see `is_loaded_model`."""
+    return _is_instance(given, "transformers.processing_utils", "ProcessorMixin")
+
+
 def _is_instance(given: object, module: str, name: str) -> bool:
     return module in sys.modules and isinstance(given, getattr(sys.modules[module], name))

@@ -194,6 +194,7 @@ class _Loop:
             adapter_source=asked.adapter_source,
             deadline=asked.deadline,
             text=asked.text,
+            multimodal=asked.multimodal,
         )
         if accepted.is_compiled or not self._compiles_beside:
             engine.submit(accepted)

@@ -16,6 +16,7 @@ from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.outputs import SequenceOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.api.pooling import PooledText
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.api.watching import Watching
 from inflight.contracts.step.live import LiveState
 from inflight.contracts.step.record import EngineStats, RecordTo
@@ -39,6 +40,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         text: the text to pool, instead of a prompt; None: it generates.
+        multimodal: the images of the prompt; None: it has none.
     """
 
     request_id: str
@@ -49,6 +51,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
     adapter_source: str | None = None
     deadline: float | None = None
     text: PooledText | None = None
+    multimodal: MultimodalInputs | None = None
 
 
 class GenerateMany(msgspec.Struct, tag=True, frozen=True):

@@ -11,7 +11,8 @@ from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from inflight.execution.hf.model_class import encoders
 
@@ -39,6 +40,10 @@ def attention_sinks(module: nn.Module, kwargs: dict[str, Any]) -> Tensor | None:
 
 # No mask function has this name, so models make no mask. They need none: the handler masks.
 AttentionInterface.register("inflight", _attention)
+MASKED = "inflight with masks"
+"""The same function, whose handler gets the masks that the model makes."""
+AttentionInterface.register(MASKED, _attention)
+AttentionMaskInterface.register(MASKED, eager_mask)
 
 
 def attention_in_use(model: PreTrainedModel) -> dict[int, str | None]:

@@ -12,9 +12,11 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
+from inflight.contracts.api.features import IMAGES, Features
 from inflight.contracts.api.model_info import ModelInfo, StoredWeights
 from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.execution.attention import AttentionSpec
+from inflight.execution.encoder_outputs import encodable
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import available_cache_memory, eos_token_ids, not_honoured
@@ -121,6 +123,7 @@ def describe(
         quantization=config.quantization.method,
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),
+        input_modalities=_input_modalities(model, executor, config),
         kernels=kernels_in_use() if model.device.type == "cpu" else None,
         attention_calls=describe_calls(report.specs),
         logits_error=report.logits_error,
@@ -147,6 +150,12 @@ def describe(
             *not_honoured(generation_config),
         ),
     )
+
+
+def _input_modalities(model: PreTrainedModel, executor: Executor, config: EngineConfig) -> tuple[str, ...]:
+    """What a prompt may have besides text."""
+    features = Features(executor.name, model.device.type, config.tensor_parallel_size)
+    return () if features.why_not(IMAGES) is not None else encodable(model)
 
 
 def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:

@@ -1,0 +1,165 @@
+"""`Processor`: reads a prompt with images, by the checkpoint's own `AutoProcessor`, which decides about sizes, tiles and
+placeholder tokens. Torch and Pillow are imported with the first image."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+import threading
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
+from inflight.text.tokenizer import one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from transformers import ProcessorMixin
+
+ImageSource: TypeAlias = Any
+"""A Pillow image, a path, a file's bytes, a data URL (`data:image/png;base64,…`), or an array `[height, width, 3]`
+uint8."""
+
+NEEDS = "images need Pillow and torchvision: pip install 'inflight-llm[images]'"
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+_OF_THE_PROMPT = ("input_ids", "attention_mask")
+_OF_THE_ENCODER = ("pixel_", "image_patches", "input_features")
+"""Beginnings of the names of what only an encoder reads."""
+
+
+class Processor:
+    """The processor of one checkpoint; thread-safe.
+
+    Args:
+        inner: a loaded one.
+    """
+
+    def __init__(self, inner: ProcessorMixin) -> None:
+        self.inner = inner
+        self._lock = threading.Lock()
+
+    @classmethod
+    def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Processor:
+        """Read a checkpoint's processor. Raises `InvalidRequestError` if there is none that reads images."""
+        from transformers import AutoProcessor
+
+        try:
+            import PIL  # noqa: F401
+            inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
+        except ImportError as error:
+            raise InvalidRequestError(f"{NEEDS} ({one_line(error)})") from error
+        except Exception as error:  # a damaged file can raise anything
+            raise InvalidRequestError(f"the processor of {source!r} cannot be read: {one_line(error)}") from error
+        if getattr(inner, "image_processor", None) is None:
+            raise InvalidRequestError(f"the model {source!r} reads no images")
+        return cls(inner)
+
+    def read(
+        self, text: str, images: Sequence[ImageSource], *, add_special_tokens: bool = True
+    ) -> tuple[list[int], MultimodalInputs]:
+        """The token ids of a text, with placeholders for its images, and what the model needs of these.
+
+        Raises:
+            InvalidRequestError: an image cannot be read, or the text has not as many places as there are images.
+        """
+        opened = [open_image(each) for each in images]
+        with self._lock:
+            whole = self._process(text, opened, add_special_tokens)
+            token_ids: list[int] = whole["input_ids"][0].tolist()
+            singles = [self._single(each) for each in opened]
+        places = [place for place, token_id in enumerate(token_ids) if token_id == self._token_id]
+        numbers = [number for number, _ in singles]
+        if len(places) != sum(numbers):
+            raise InvalidRequestError(
+                f"the prompt has {len(places)} placeholder tokens, but its {len(images)} images have {sum(numbers)}"
+            )
+        items, first = [], 0
+        for image, (number, arrays) in zip(opened, singles, strict=True):
+            own = places[first : first + number]
+            items.append(EncoderInput("image", self._digest(image), own, arrays))
+            first += number
+        return token_ids, MultimodalInputs(items, _arrays(whole, without=(*_OF_THE_PROMPT, *_OF_THE_ENCODER)))
+
+    def _single(self, image: Image) -> tuple[int, Mapping[str, Array]]:
+        """The number of an image's placeholder tokens, and what its encoder reads."""
+        alone = self._process(self._one_image, [image], add_special_tokens=False)
+        shape = alone["input_ids"].shape
+        by_token = [name for name, values in alone.items() if getattr(values, "shape", None) == shape]
+        number = int((alone["input_ids"] == self._token_id).sum())
+        return number, _arrays(alone, without=(*_OF_THE_PROMPT, *by_token))
+
+    def _process(self, text: str, images: list[Image], add_special_tokens: bool) -> Mapping[str, Any]:
+        try:
+            processed: Mapping[str, Any] = self.inner(
+                text=text, images=images, add_special_tokens=add_special_tokens, return_tensors="pt"
+            )
+        except Exception as error:  # it is a program, and can raise anything
+            raise InvalidRequestError(f"the processor cannot read the images: {one_line(error)}") from error
+        return processed
+
+    @cached_property
+    def _token_id(self) -> int:
+        token_id: int = self.inner.image_token_id
+        return token_id
+
+    @cached_property
+    def _one_image(self) -> str:
+        """A text with one image."""
+        if self.inner.chat_template:
+            messages = [{"role": "user", "content": [{"type": "image"}]}]
+            return str(self.inner.apply_chat_template(messages, tokenize=False))
+        return str(getattr(self.inner, "boi_token", None) or self.inner.image_token)
+
+    @cached_property
+    def _settings(self) -> bytes:
+        return self.inner.image_processor.to_json_string().encode()
+
+    def _digest(self, image: Image) -> bytes:
+        head = f"{image.mode} {image.size}".encode()
+        return blake2b(self._settings + head + image.tobytes(), digest_size=32).digest()
+
+
+def open_image(source: ImageSource) -> Image:
+    """An image in RGB, turned as its file says. Raises `InvalidRequestError`, in one sentence."""
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise InvalidRequestError(NEEDS) from error
+    try:
+        if isinstance(source, PIL.Image.Image):
+            image = source
+        elif isinstance(source, bytes | bytearray):
+            image = PIL.Image.open(io.BytesIO(source))
+        elif isinstance(source, str) and (head := _DATA_URL.match(source)):
+            image = PIL.Image.open(io.BytesIO(base64.b64decode(source[head.end() :], validate=True)))
+        elif isinstance(source, str | os.PathLike):
+            image = PIL.Image.open(Path(source).expanduser())
+        else:
+            image = PIL.Image.fromarray(source)
+        if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):
+            raise InvalidRequestError(f"an image has {image.width} x {image.height} pixels; that is too large")
+        turned = PIL.ImageOps.exif_transpose(image)
+        return turned.convert("RGB")
+    except InvalidRequestError:
+        raise
+    except (binascii.Error, OSError, ValueError, TypeError, SyntaxError, AttributeError, EOFError) as error:
+        raise InvalidRequestError(f"an image cannot be read: {one_line(error)}") from error
+    except PIL.Image.DecompressionBombError as error:
+        raise InvalidRequestError(f"an image is too large: {one_line(error)}") from error
+
+
+def _arrays(processed: Mapping[str, Any], without: Sequence[str]) -> dict[str, Array]:
+    """The tensors of a processor's output whose names begin with none of these."""
+    return {
+        name: Array.of(values.numpy())
+        for name, values in processed.items()
+        if hasattr(values, "numpy") and not name.startswith(tuple(without))
+    }

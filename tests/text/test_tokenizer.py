@@ -91,7 +91,9 @@ def test_a_template_that_reads_parts_gets_texts_in_parts(template: str) -> None:
     assert tokenizer.render_chat(history) == "<s>user: The dog</s><s>assistant: Woof</s>"
     assert history[0] == MESSAGES[0], "the caller's messages stay as they are"
     either = "{% if m.content is string %}{{ m.content }}{% else %}in parts{% endif %}"
-    assert tokenizer.render_chat(MESSAGES, chat_template=f"{{% for m in messages %}}{either}{{% endfor %}}") == "The dog"
+    assert (
+        tokenizer.render_chat(MESSAGES, chat_template=f"{{% for m in messages %}}{either}{{% endfor %}}") == "The dog"
+    )
 
 
 def test_the_template_of_a_processor_is_the_models(folder: Path) -> None:

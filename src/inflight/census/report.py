@@ -103,7 +103,18 @@ def _ordered(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def _table(findings: Sequence[Finding], with_peer: bool) -> str:
-    columns = ["model type", "class", "also reads", "executor", "exact", "context", "variety", "why not", "parameters", "s"]
+    columns = [
+        "model type",
+        "class",
+        "also reads",
+        "executor",
+        "exact",
+        "context",
+        "variety",
+        "why not",
+        "parameters",
+        "s",
+    ]
     rows = [
         [
             each.model_type,

@@ -106,7 +106,7 @@ def show(
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         try:
-            _, token_ids, _ = read_prompt(prompt, tokenizer)
+            token_ids = read_prompt(prompt, tokenizer).token_ids
             llm.engine.submit(llm.engine.inputs.accept(str(number), token_ids, of_prompt))
         except InvalidRequestError as error:
             raise error if len(prompts) == 1 else type(error)(f"prompt {number}: {error}") from None

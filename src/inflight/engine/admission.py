@@ -180,9 +180,9 @@ def make_request(
     multimodal: MultimodalInputs | None = None,
 ) -> Request:
     """Return a request that the scheduler can run to its end. Raises `InvalidRequestError`."""
-    prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
     if multimodal is not None:
         _check_multimodal(multimodal, params, info)
+    prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
     if params.truncate_prompt_tokens is not None:
         prompt = prompt[-params.truncate_prompt_tokens :]
     if not prompt:

@@ -45,6 +45,7 @@ class CacheEvents:
         groups = pool.layout.groups
         self._group = groups.index(ALL_TOKENS) if ALL_TOKENS in groups else 0
         self._events: list[Stored | Removed] = []
+        self._block_size = pool.block_size
         pool.watch(self)
 
     def take(self) -> list[Stored | Removed]:
@@ -59,7 +60,7 @@ class CacheEvents:
         before, token_bytes = node.key
         parent = _number(before) if isinstance(before, PrefixNode) else None
         number = _number(node)
-        token_ids = array("i", token_bytes).tolist()
+        token_ids = array("i", token_bytes).tolist()[: self._block_size]  # digests of images follow
         last = self._events[-1] if self._events else None
         if isinstance(last, Stored) and parent is not None and last.hashes[-1] == parent:
             last.hashes.append(number)

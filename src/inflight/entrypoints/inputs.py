@@ -66,9 +66,9 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
             text = known.render_chat(messages, **_options(prompt))
             token_ids, multimodal = known.processor.read(text, images, add_special_tokens=False)
             return ReadPrompt(None, token_ids, salt, multimodal)
-        if images := prompt.get("images"):
+        if given := prompt.get("images"):
             _check_text(prompt["prompt"])
-            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], images)
+            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], given)
             return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
         return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):

@@ -145,7 +145,15 @@ class OfflineCall:
         params = replace(request.accepted.params, seed=accepted.seed)
         deadline, text = request.accepted.deadline, accepted.text
         command = Generate(
-            request.mailbox.address, prompt, params, accepted.priority, salt, source, deadline, text, accepted.multimodal
+            request.mailbox.address,
+            prompt,
+            params,
+            accepted.priority,
+            salt,
+            source,
+            deadline,
+            text,
+            accepted.multimodal,
         )
         return request.mailbox.session, command
 

@@ -19,11 +19,11 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
-from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
+from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import MASKED, attend_with, attention_in_use, restore_attention, use_attention
-from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -108,7 +108,9 @@ class EncoderOutputs:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
             if assignment.multimodal is not None:
-                self._sequences[assignment.slot] = self._inputs(assignment.token_ids[: assignment.prompt_len], assignment.multimodal)
+                self._sequences[assignment.slot] = self._inputs(
+                    assignment.token_ids[: assignment.prompt_len], assignment.multimodal
+                )
 
     def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs | None:
         """What this step needs; None: it has no sequence with images or sounds.
@@ -149,7 +151,9 @@ class EncoderOutputs:
         """The model's encoder output for one step's placeholders. Those without an item, which a text may have, too,
         keep their own embedding."""
         like = parts[0][0]
-        places = (input_ids == self._token_ids[kind]).nonzero()[:, 0]
+        token_id = self._token_ids[kind]
+        assert token_id is not None
+        places = torch.eq(input_ids, token_id).nonzero()[:, 0]
         pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
         deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep]
         for rows, which, where in parts:
@@ -180,10 +184,14 @@ class EncoderOutputs:
         """Raise `ModelError` unless every token sees what precedes it, and nothing else: some models let the tokens of
         an image see each other. A forward pass over the prompt shows the model's own masks."""
 
-        def look(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]) -> Tensor:
+        def look(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+        ) -> Tensor:
             sees_later = not getattr(module, "is_causal", True) if mask is None else (mask[0, 0] >= 0).triu(1).any()
             if sees_later:
-                raise ModelError(f"{type(self._model).__name__} lets the tokens of an image see each other; inflight does not")
+                raise ModelError(
+                    f"{type(self._model).__name__} lets the tokens of an image see each other; inflight does not"
+                )
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
         row = torch.tensor(token_ids, device=self._model.device)
@@ -213,7 +221,7 @@ class EncoderOutputs:
     def _inputs(self, prompt: Sequence[int], inputs: MultimodalInputs) -> _SequenceInputs:
         length = len(prompt)
         token_ids = torch.tensor([list(prompt)], device=self._model.device)
-        given = {name: torch.from_numpy(each.values().copy()) for name, each in inputs.arrays.items()}
+        given = {name: _tensor(each) for name, each in inputs.arrays.items()}
         positions = self._model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **given})
         if hasattr(self._model.base_model, "rope_deltas"):
             self._model.base_model.rope_deltas = None
@@ -243,16 +251,23 @@ class EncoderOutputs:
             encoder.to(model.dtype)
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
-        given = {name: torch.from_numpy(each.values().copy()) for name, each in item.arrays.items() if name in names}
+        given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
         output = encode(**given, return_dict=True)
         pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = _Rows(_flat(pooled), tuple(map(_flat, deep)), type(output), not isinstance(pooled, Tensor))
         if len(rows.pooled) != len(item.places):
-            raise ModelError(f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs")
+            raise ModelError(
+                f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs"
+            )
         self._kept[item.digest] = rows
         while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
             self._kept.popitem(last=False)
         return rows
+
+
+def _tensor(array: Array) -> Tensor:
+    """A tensor of its own memory."""
+    return torch.from_numpy(np.frombuffer(array.data, array.dtype).reshape(array.shape).copy())
 
 
 def _flat(features: Any) -> Tensor:

@@ -1,5 +1,7 @@
-"""`Processor`: reads a prompt with images, by the checkpoint's own `AutoProcessor`, which decides about sizes, tiles and
-placeholder tokens. Torch and Pillow are imported with the first image."""
+"""`Processor`: reads a prompt with images, by the checkpoint's own `AutoProcessor`.
+
+That decides about sizes, tiles and placeholder tokens. Torch and Pillow are imported with the first image.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,7 @@ ImageSource: TypeAlias = Any
 """A Pillow image, a path, a file's bytes, a data URL (`data:image/png;base64,…`), or an array `[height, width, 3]`
 uint8."""
 
+SAMPLE_SIDE = 64
 NEEDS = "images need Pillow and torchvision: pip install 'inflight-llm[images]'"
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 _OF_THE_PROMPT = ("input_ids", "attention_mask")
@@ -52,6 +55,7 @@ class Processor:
 
         try:
             import PIL  # noqa: F401
+
             inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
         except ImportError as error:
             raise InvalidRequestError(f"{NEEDS} ({one_line(error)})") from error
@@ -106,7 +110,13 @@ class Processor:
 
     @cached_property
     def _token_id(self) -> int:
-        token_id: int = self.inner.image_token_id
+        """The placeholder token. Gemma 3's processor names another one, which begins an image."""
+        import PIL.Image
+
+        named = (getattr(each, "image_token_id", None) for each in (self.inner, self.inner.tokenizer))
+        sample = PIL.Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE))
+        token_ids = self._process(self._one_image, [sample], add_special_tokens=False)["input_ids"][0].tolist()
+        token_id: int = max((each for each in named if each is not None), key=token_ids.count)
         return token_id
 
     @cached_property
@@ -119,7 +129,7 @@ class Processor:
 
     @cached_property
     def _settings(self) -> bytes:
-        return self.inner.image_processor.to_json_string().encode()
+        return str(self.inner.image_processor.to_json_string()).encode()
 
     def _digest(self, image: Image) -> bytes:
         head = f"{image.mode} {image.size}".encode()
@@ -158,8 +168,6 @@ def open_image(source: ImageSource) -> Image:
 
 def _arrays(processed: Mapping[str, Any], without: Sequence[str]) -> dict[str, Array]:
     """The tensors of a processor's output whose names begin with none of these."""
-    return {
-        name: Array.of(values.numpy())
-        for name, values in processed.items()
-        if hasattr(values, "numpy") and not name.startswith(tuple(without))
-    }
+    tensors = {name: each for name, each in processed.items() if hasattr(each, "numpy")}
+    arrays = {name: each.numpy() for name, each in tensors.items() if not name.startswith(tuple(without))}
+    return {name: Array(each.dtype.str, each.shape, each.tobytes()) for name, each in arrays.items()}

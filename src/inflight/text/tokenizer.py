@@ -52,7 +52,9 @@ class Tokenizer:
     def processor(self) -> Processor:
         """The processor of images. Raises `InvalidRequestError` if there is none."""
         if self._load_processor is None:
-            raise InvalidRequestError("this model has no processor of images: give the engine a folder, or the processor")
+            raise InvalidRequestError(
+                "this model has no processor of images: give the engine a folder, or the processor"
+            )
         return self._load_processor()
 
     @property

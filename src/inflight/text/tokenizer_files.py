@@ -8,6 +8,7 @@ The names are llama.cpp's, the patterns those of the models' own tokenizers. `tr
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from functools import partial
@@ -113,7 +114,10 @@ def load_tokenizer(
     if is_loaded_tokenizer(tokenizer):
         return Tokenizer(tokenizer)
     if is_loaded_processor(tokenizer):
-        return Tokenizer(tokenizer.tokenizer, load_processor=lambda: Processor(tokenizer))
+        processor: Any = tokenizer
+        inner = copy.copy(processor.tokenizer)
+        inner.chat_template = inner.chat_template or processor.chat_template
+        return Tokenizer(inner, load_processor=lambda: Processor(processor))
     if tokenizer is None and is_loaded_model(model):
         return None
     source = model if tokenizer is None else tokenizer

@@ -4,25 +4,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import msgspec
-import numpy as np
-import numpy.typing as npt
 
 
 class Array(msgspec.Struct, frozen=True):
-    """An array as plain data."""
+    """An array as plain data, in the order of C.
+
+    Attributes:
+        dtype: in numpy's spelling, such as "<f4".
+    """
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
-
-    @classmethod
-    def of(cls, values: "npt.NDArray[np.generic]") -> "Array":
-        """From numpy."""
-        return cls(values.dtype.str, values.shape, values.tobytes())
-
-    def values(self) -> "npt.NDArray[np.generic]":
-        """As numpy; not to be written to."""
-        return np.frombuffer(self.data, self.dtype).reshape(self.shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,9 @@ from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.outputs import SequenceOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.api.pooling import PooledText
-from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.api.watching import Watching
 from inflight.contracts.step.live import LiveState
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.contracts.step.record import EngineStats, RecordTo
 from inflight.host.python_process import framed, read_frame
 

@@ -210,7 +210,12 @@ class PackedExecutor:
             return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens, **options))
 
     def _run_eagerly(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, num_tokens: int, **options: Any
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        num_tokens: int,
+        **options: Any,
     ) -> list[torch.Tensor]:
         """Run rows, of which `num_tokens` are tokens, through the model's own Python. Arguments as for `_run`; returns
         logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises

@@ -21,6 +21,7 @@ from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.floats import BIAS, MIDDLE, TWICE
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
 from inflight.execution.hf.gguf_mapping import find_mapping
+from inflight.execution.hf.model_class import auto_class_of
 from inflight.execution.hf.source import first_line
 from inflight.execution.hf.state import model_of_state
 from inflight.execution.kernels import kernels_available

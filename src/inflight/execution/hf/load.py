@@ -360,8 +360,9 @@ def _pretrained_model(
 
 
 def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Convert all parameters to `dtype`, except encoders' and those that the class keeps in float32. (Where `transformers` cannot run
-    a checkpoint's quantised layers, it turns them into plain ones in another dtype than the rest.)"""
+    """Convert all parameters to `dtype`, except encoders' and those that the class keeps in float32. (Where
+    `transformers` cannot run a checkpoint's quantised layers, it turns them into plain ones in another dtype than the
+    rest.)"""
     if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
         return  # quantised layers that `transformers` runs
     kept, unread = _kept_in_float32(model), encoder_parameters(model)

@@ -10,7 +10,8 @@ def auto_class_of(config: PreTrainedConfig) -> type[Any]:
     """The Auto class of this configuration: for causal language models, or else for models that also read images, sound
     or video."""
     choices = (AutoModelForCausalLM, AutoModelForMultimodalLM)
-    return next((each for each in choices if type(config) in each._model_mapping), AutoModelForCausalLM)
+    found: type[Any] = next((each for each in choices if type(config) in each._model_mapping), AutoModelForCausalLM)
+    return found
 
 
 def encoders(model: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -9,20 +9,15 @@ import torch
 from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from inflight import LLM, SamplingParams
-from inflight.census.sensitive import sensitive_model
-from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.model_class import encoder_parameters, encoders
 from inflight.execution.kernels import kernels_available
 from tests import zoo
+from tests.multimodal.models import tiny
 
 PROMPTS = [[7, 8, 9, 10] * 6, [11, 12], list(range(20, 60))]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
-
-
-def tiny(model_type: str) -> PreTrainedModel:
-    return sensitive_model(model_class(model_type), tiny_config(model_type))[0]
 
 
 @pytest.fixture(scope="module", params=["qwen2_5_vl", "mistral3", "qwen2_audio"])

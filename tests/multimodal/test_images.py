@@ -1,0 +1,208 @@
+"""Prompts with images give the tokens of plain `transformers`, whatever runs beside them and however they are cut."""
+
+import asyncio
+import base64
+import copy
+import io
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from transformers import PreTrainedModel, ProcessorMixin
+
+from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from inflight.text.processor import Processor, open_image
+from tests.multimodal.models import image, plain_answer, tiny, with_processor
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+PROMPTS: list[tuple[str, list[int]]] = [
+    ("The quick", []),
+    ("What is <image> fox", [0]),
+    ("<image> and <image>?", [1, 2]),
+    ("The <image> dog", [0]),
+    ("What is <image> fox and what else", [0]),
+    ("a<image>b<image>c<image>", [2, 0, 3]),
+]
+SMALL: dict[str, Any] = {"max_num_batched_tokens": 24, "block_size": 4, "max_num_seqs": 6}
+"""Images have more tokens than a step, so chunks end in the middle of them."""
+
+
+@pytest.fixture(scope="module", params=["llava", "idefics3"])
+def pair(request: pytest.FixtureRequest) -> tuple[PreTrainedModel, ProcessorMixin]:
+    return with_processor(request.param)
+
+
+def prompt_of(text: str, numbers: Sequence[int]) -> dict[str, Any]:
+    return {"prompt": text, "images": [image(number) for number in numbers]}
+
+
+def plain(pair: tuple[PreTrainedModel, ProcessorMixin]) -> list[list[int]]:
+    model, processor = copy.deepcopy(pair[0]), pair[1]
+    read = [
+        processor(text=text, images=[image(each) for each in numbers] or None, return_tensors="pt")
+        for text, numbers in PROMPTS
+    ]
+    return [plain_answer(model, each, 12) for each in read]
+
+
+def answers(llm: LLM, prompts: Sequence[Any]) -> list[list[int]]:
+    return [list(output.outputs[0].token_ids) for output in llm.generate(prompts, GREEDY, use_tqdm=False)]
+
+
+def test_answers_are_those_of_the_plain_model(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:
+    expected = plain(pair)
+    assert len({tuple(each) for each in expected}) > 4, "images and texts matter"
+    num_blocks = {"llava": 24, "idefics3": 70}[pair[0].config.model_type]  # too few for all
+    llm = LLM(copy.deepcopy(pair[0]), pair[1], num_blocks=num_blocks, **SMALL)
+    assert llm.model_info.input_modalities == ("image",)
+    prompts = [prompt_of(*each) for each in PROMPTS]
+    assert answers(llm, prompts) == expected
+    assert llm.stats().num_preemptions > 0
+    assert answers(llm, prompts) == expected, "from the cache"
+    assert [answers(llm, [each])[0] for each in prompts] == expected, "alone"
+
+
+def test_equal_images_share_blocks_and_others_do_not(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:
+    llm = LLM(copy.deepcopy(pair[0]), pair[1], block_size=4, num_blocks=400)
+    text = "<image> What is it"
+
+    def cached(number: int, then: str = "") -> tuple[int, list[int]]:
+        (output,) = llm.generate([prompt_of(text + then, [number])], GREEDY, use_tqdm=False)
+        return output.metrics.num_cached_tokens, list(output.prompt_token_ids or ())
+
+    first, token_ids = cached(0)
+    again, _ = cached(0, " now, and why?")
+    other, _ = cached(2)
+    assert first == 0
+    assert again >= len(token_ids) // 4 * 4 - 4
+    assert other <= token_ids.index(pair[1].image_token_id), "no block with an image's placeholders is another image's"
+
+
+@pytest.mark.parametrize("options", [{"speculation": {"max_draft_tokens": 4}}, {"quantization": "int8"}], ids=str)
+def test_images_go_together_with(options: dict[str, Any]) -> None:
+    model, processor = with_processor("llava")
+    llm = LLM(copy.deepcopy(model), processor, **options, num_blocks=200)
+    prompts = [prompt_of(*each) for each in PROMPTS]
+    together = answers(llm, prompts)
+    assert together == [answers(llm, [each])[0] for each in prompts]
+    if "quantization" not in options:
+        assert together == plain((model, processor))
+
+
+def test_a_chat_has_images_in_its_messages(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:
+    model, processor = copy.deepcopy(pair[0]), pair[1]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "image", "image": image(1)}]},
+        {"role": "assistant", "content": "A fox"},
+    ]
+    (output,) = LLM(model, processor, num_blocks=100).chat(messages, GREEDY, use_tqdm=False)
+    text = "<s>What is <image></s><s>A fox</s>"
+    read = processor(text=text, images=[image(1)], return_tensors="pt", add_special_tokens=False)
+    assert list(output.outputs[0].token_ids) == plain_answer(copy.deepcopy(pair[0]), read, 12)
+
+
+def test_an_engine_in_another_process_reads_images_of_a_folder(tmp_path: Path) -> None:
+    model, processor = with_processor("llava")
+    model.save_pretrained(tmp_path)
+    processor.save_pretrained(tmp_path)
+
+    async def ask() -> list[int]:
+        async with AsyncLLM(tmp_path, dtype="float32", num_blocks=100) as llm:
+            async for output in llm.generate(prompt_of(*PROMPTS[1]), GREEDY):
+                if output.finished:
+                    return list(output.outputs[0].token_ids)
+        raise AssertionError
+
+    expected = LLM(tmp_path, dtype="float32", num_blocks=100)
+    assert asyncio.run(ask()) == answers(expected, [prompt_of(*PROMPTS[1])])[0]
+
+
+def test_images_are_found_in_the_prefix_folder_after_a_restart(tmp_path: Path) -> None:
+    model, processor = with_processor("llava")
+    (tmp_path / "model").mkdir()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    options: dict[str, Any] = {
+        "prefix_cache_dir": str(tmp_path / "prefixes"),
+        "dtype": "float32",
+        "block_size": 4,
+        "num_blocks": 100,
+    }
+    found = []
+    for number in (0, 0, 2):
+        llm = LLM(tmp_path / "model", **options)
+        (output,) = llm.generate([prompt_of("<image> What is it", [number])], GREEDY, use_tqdm=False)
+        llm.engine.save_prefixes(60)
+        found.append((output.metrics.num_cached_tokens, list(output.outputs[0].token_ids)))
+    assert found[0][0] == found[2][0] == 0
+    assert found[1][0] >= 16
+    assert found[0][1] == found[1][1]
+
+
+def test_every_form_of_an_image_is_the_same(tmp_path: Path) -> None:
+    picture, file = image(0), io.BytesIO()
+    picture.save(file, "PNG")
+    (tmp_path / "picture.png").write_bytes(file.getvalue())
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    forms = [
+        picture,
+        file.getvalue(),
+        url,
+        tmp_path / "picture.png",
+        str(tmp_path / "picture.png"),
+        np.asarray(picture),
+    ]
+    assert len({open_image(form).tobytes() for form in forms}) == 1
+    turned = Image.Exif()
+    turned[0x0112] = 6
+    rotated = io.BytesIO()
+    picture.save(rotated, "JPEG", exif=turned)
+    assert open_image(rotated.getvalue()).size == picture.size[::-1], "as the camera says"
+    for mode in ("CMYK", "P", "LA", "1", "I;16"):
+        other = io.BytesIO()
+        picture.convert("L" if mode == "I;16" else mode).convert(mode).save(other, "TIFF")
+        assert open_image(other.getvalue()).mode == "RGB"
+    moving = io.BytesIO()
+    picture.save(moving, "GIF", save_all=True, append_images=[image(0).rotate(90)])
+    assert open_image(moving.getvalue()).size == picture.size
+
+
+@pytest.mark.parametrize(
+    ("images", "message"),
+    [
+        ([b"no image"], "an image cannot be read"),
+        (["/absent.png"], "an image cannot be read"),
+        (["data:image/png;base64,@@"], "an image cannot be read"),
+        ([42], "an image cannot be read"),
+        ([image(0), image(1)], "images"),
+        ([Image.new("1", (30_000, 30_000))], "too large"),
+    ],
+    ids=["bytes", "path", "url", "number", "two", "large"],
+)
+def test_images_that_cannot_be_used_are_refused_in_one_sentence(images: list[Any], message: str) -> None:
+    _, processor = with_processor("llava")
+    with pytest.raises(InvalidRequestError, match=message) as caught:
+        Processor(processor).read("What is <image>", images)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_a_model_cannot_do_with_images_is_refused() -> None:
+    model, processor = with_processor("gemma3")
+    llm = LLM(copy.deepcopy(model), processor, num_blocks=100)
+    with pytest.raises(InvalidRequestError, match="lets the tokens of an image see each other"):
+        llm.generate([{"prompt": "What is <boi>", "images": [image(0)]}], GREEDY, use_tqdm=False)
+    assert len(answers(llm, ["The quick"])[0]) == 12, "text runs on"
+    model, processor = with_processor("llava")
+    with pytest.raises(InvalidRequestError, match="has no processor of images"):
+        LLM(copy.deepcopy(model), processor.tokenizer, num_blocks=100).generate(
+            [prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False
+        )
+    rows = LLM(copy.deepcopy(model), processor, executor="rows", num_blocks=100)
+    with pytest.raises(InvalidRequestError, match="images is not supported with a model that runs as rows"):
+        rows.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)
+    text_only = LLM(tiny("qwen3"), processor, num_blocks=100)
+    with pytest.raises(InvalidRequestError, match="has no encoder for them"):
+        text_only.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)

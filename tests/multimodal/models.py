@@ -1,5 +1,6 @@
 """Tiny multimodal models with random, sensitive weights, and real processors with tiny settings."""
 
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -29,9 +30,10 @@ CHAT = (
 )
 
 
-def tiny(model_type: str, **changes: Any) -> PreTrainedModel:
-    """A model of a class."""
+def tiny(model_type: str, change: Callable[[Any], None] = lambda _: None, **changes: Any) -> PreTrainedModel:
+    """A model of a class, with changes of its configuration."""
     config = tiny_config(model_type)
+    change(config)
     for name, value in changes.items():
         setattr(config, name, value)
     return sensitive_model(model_class(model_type), config)[0]

@@ -6,7 +6,7 @@ import copy
 import io
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from inflight.text.processor import Processor, open_image
+from tests.adapters.made import save_with_peft
 from tests.multimodal.models import image, plain_answer, tiny, with_processor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -90,6 +91,18 @@ def test_images_go_together_with(options: dict[str, Any]) -> None:
     assert together == [answers(llm, [each])[0] for each in prompts]
     if "quantization" not in options:
         assert together == plain((model, processor))
+
+
+def test_images_go_together_with_adapters_beside_other_requests(tmp_path: Path) -> None:
+    model, processor = with_processor("llava")
+    targets = r".*language_model.*(q_proj|v_proj|down_proj)"
+    adapted = save_with_peft(model, tmp_path, 1, target_modules=targets, r=4)
+    llm = LLM(copy.deepcopy(model), processor, adapters={"a": str(tmp_path)}, num_blocks=200)
+    prompts, names = [prompt_of(*each) for each in PROMPTS], [None, "a", None, "a", "a", None]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False, adapter=names)
+    of_base, of_adapter = plain((model, processor)), plain((cast(PreTrainedModel, adapted), processor))
+    expected = [of_base[i] if name is None else of_adapter[i] for i, name in enumerate(names)]
+    assert [list(output.outputs[0].token_ids) for output in outputs] == expected
 
 
 def test_a_chat_has_images_in_its_messages(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:

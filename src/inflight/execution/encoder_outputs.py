@@ -80,8 +80,8 @@ class StepInputs:
     """What a step's forward pass needs besides its tokens.
 
     Attributes:
-        positions: `[k, T]` int64.
-        options: arguments of the model; empty: a graph can run the step, at the first row of `positions`.
+        positions: `[n]` int64, or `[k, n]` in k dimensions.
+        options: arguments of the model; empty: a graph can run the step, if its positions have one dimension.
     """
 
     positions: Tensor
@@ -143,9 +143,8 @@ class EncoderOutputs:
             options["mm_encoder_outputs"] = {
                 kind: self._merged(kind, parts, input_ids) for kind, parts in known.items()
             }
-        elif bool((own == own[:1]).all()):
-            return StepInputs(own[:1], {})
-        return StepInputs(own, options)
+        is_flat = bool((own == own[:1]).all())
+        return StepInputs(own[0] if is_flat else own, options if known else {})
 
     def _merged(self, kind: str, parts: list[tuple[_Rows, Tensor, Tensor]], input_ids: Tensor) -> ModelOutput:
         """The model's encoder output for one step's placeholders. Those without an item, which a text may have, too,

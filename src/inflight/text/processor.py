@@ -30,7 +30,7 @@ ImageSource: TypeAlias = Any
 uint8."""
 
 SAMPLE_SIDE = 64
-NEEDS = "images need Pillow and torchvision: pip install 'inflight-llm[images]'"
+NEEDS = "images need Pillow (pip install 'inflight-llm[images]'), and many models' processors torchvision"
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 _OF_THE_PROMPT = ("input_ids", "attention_mask")
 _OF_THE_ENCODER = ("pixel_", "image_patches", "input_features")

@@ -182,25 +182,30 @@ class PackedExecutor:
         if batch.input_ids.is_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
+        options: Mapping[str, Any] = {}
+        if self.encoder_outputs is not None and (given := self.encoder_outputs.of(batch, rows[0], rows[1])) is not None:
+            rows, options = (rows[0], given.positions, rows[2]), given.options
         if self.adapters is None:
-            return self._run(batch, *rows)
+            return self._run(batch, *rows, options)
         with self.adapters.in_step(batch, len(rows[0]), len(rows[2])):
-            return self._run(batch, *rows)
+            return self._run(batch, *rows, options)
 
     def _run(
-        self, batch: RaggedBatch, input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor
+        self,
+        batch: RaggedBatch,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_rows: torch.Tensor,
+        options: Mapping[str, Any],
     ) -> list[torch.Tensor]:
         """A step's outputs, without padding rows; see `outputs`.
 
         Args:
-            input_ids, positions: `[n]` int64, padded; n is at least T.
+            input_ids: `[n]` int64, padded; n is at least T.
+            positions: `[n]` int64, or `[k, n]` for positions in k dimensions.
+            options: further arguments of the model. With any, or with several dimensions, it runs eagerly.
             logit_rows: `[n]` int64, padded; n is at least R.
         """
-        given = None if self.encoder_outputs is None else self.encoder_outputs.of(batch, input_ids, positions)
-        options: Mapping[str, Any] = {}
-        if given is not None:
-            positions, options = given.positions, given.options
-            positions = positions if len(positions) > 1 else positions[0]
         rows = input_ids, positions, logit_rows
         if self._compiled is not None and not options and positions.dim() == 1:
             return _without_padding(batch, self._compiled(*rows))

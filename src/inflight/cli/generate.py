@@ -85,6 +85,13 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
 @click.option("--output", "-o", type=Path, help="Write JSON lines here instead of to standard output.")
 @click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
+@click.option(
+    "--image",
+    "images",
+    type=click.Path(exists=True, dir_okay=False),
+    multiple=True,
+    help="An image that each prompt is about, with --chat implied; may be repeated.",
+)
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
@@ -99,6 +106,7 @@ def generate(
     file: Path | None,
     output: Path | None,
     chat: bool,
+    images: tuple[str, ...],
     record: Path | None,
     adapter: str | None,
     **options: Any,
@@ -115,7 +123,7 @@ def generate(
     sampling = sampling_values(options) | structure_values(options)
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
-        given = {"chat": chat, "record": record, "adapter": adapter}
+        given = {"chat": chat, "image": images, "record": record, "adapter": adapter}
         _check_batch(lines, [*sampling, *(name for name, value in given.items() if value)])
     for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
         if record is not None and options[name] not in (None, 1):
@@ -132,7 +140,7 @@ def generate(
     SamplingParams(**sampling)  # wrong options are refused before the model is loaded
     engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
     llm = LLM(model, **engine)
-    inputs = [_input(line, chat) for line in lines]
+    inputs = [_input(line, chat, images) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
     if is_plain and not options["jsonl"] and output is None and llm.tokenizer is not None:
@@ -169,14 +177,16 @@ def _open(output: Path | None) -> TextIO:
         raise InvalidRequestError(f"the output file {str(output)!r} cannot be written: {error}") from error
 
 
-def _input(line: PromptLine, chat: bool) -> Any:
+def _input(line: PromptLine, chat: bool, images: Sequence[str]) -> Any:
     if line.messages is not None:
         return {"messages": line.messages}
-    if not chat:
+    if not chat and not images:
         return line.prompt
     if not isinstance(line.prompt, str):
-        raise InvalidRequestError(f"{line.where}: with --chat a prompt is the text of a message")
-    return {"messages": [{"role": "user", "content": line.prompt}]}
+        raise InvalidRequestError(f"{line.where}: with --chat or --image a prompt is the text of a message")
+    parts = [{"type": "image", "image": each} for each in images]
+    content = [*parts, {"type": "text", "text": line.prompt}] if parts else line.prompt
+    return {"messages": [{"role": "user", "content": content}]}
 
 
 def _params(llm: "LLM", sampling: dict[str, Any], line: PromptLine) -> "SamplingParams":

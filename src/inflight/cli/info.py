@@ -162,6 +162,7 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     ends = dict(zip(info.eos_token_ids, info.eos_named_by, strict=True))
     return {
         "model": f"{info.model_class}, {in_words(info.num_parameters)} parameters, a vocabulary of {info.vocab_size:,}",
+        "reads": ", ".join(("text", *(f"{each}s" for each in info.input_modalities))),
         "weights": f"{in_bytes(around['weight_bytes'])}: {kinds}",
         "computes": f"in {info.dtype}{own}{arithmetic}",
         "runs": f"on {info.device} with {info.threads}, {info.executor}, attention by "

@@ -17,7 +17,7 @@ def auto_class_of(config: PreTrainedConfig) -> type[Any]:
 def encoders(model: PreTrainedModel) -> tuple[nn.Module, ...]:
     """The modules that encode images, video and sound, which a text does not pass."""
     found = (model.get_encoder(modality=each) for each in ("image", "audio"))
-    return tuple(each for each in found if each not in (model, model.base_model))
+    return tuple(each for each in found if each not in (None, model, model.base_model))
 
 
 def encoder_parameters(model: PreTrainedModel) -> set[int]:

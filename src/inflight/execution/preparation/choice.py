@@ -127,7 +127,10 @@ def choose_executor(
             f"{type(model).__name__} is an encoder-decoder; inflight runs decoder-only causal language models"
         )
     if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise ModelError(f"{type(model).__name__} forgets what it wrote, but no prompt; inflight has no such attention")
+        raise ModelError(
+            f"{type(model).__name__} has attention with a window over the answer and none over the prompt, which is not "
+            "supported"
+        )
     if proof_results is None:
         proof_results = ResultCache.of_the_user(ProofResult)
     search = _Search(model, config, release, proof_results, rank, is_listed=is_listed)

@@ -27,6 +27,7 @@ from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch
 
+NUM_AROUND = 8
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later requests."""
 
@@ -171,7 +172,7 @@ class EncoderOutputs:
         try:
             sequence = self._inputs(token_ids, inputs)
             if not self._is_checked:
-                self._check_visibility(token_ids, sequence)
+                self._check_visibility(token_ids, sequence, len(inputs.items[0].places))
                 self._is_checked = True
         except ModelError as error:
             raise InvalidRequestError(str(error)) from error
@@ -179,9 +180,9 @@ class EncoderOutputs:
             raise InvalidRequestError(f"the model cannot encode the images: {first_line(error)}") from error
 
     @torch.inference_mode()
-    def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs) -> None:
+    def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs, num_rows: int) -> None:
         """Raise `ModelError` unless every token sees what precedes it, and nothing else: some models let the tokens of
-        an image see each other. A forward pass over the prompt shows the model's own masks."""
+        an image see each other. A forward pass over an image and a few tokens around it shows the model's masks."""
 
         def look(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
@@ -193,15 +194,15 @@ class EncoderOutputs:
                 )
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-        row = torch.tensor(token_ids, device=self._model.device)
-        places = {kind: torch.from_numpy(each) for kind, each in sequence.places.items()}
-        outputs = {
-            kind: self._merged(kind, [(rows, torch.arange(len(places[kind])), places[kind])], row)
-            for kind, rows in sequence.rows.items()
-        }
-        types = {name: each[None] for name, each in sequence.types.items()}
-        text_positions = torch.arange(len(row))[None]
-        positions = torch.cat([text_positions, sequence.positions]) if len(sequence.positions) > 1 else text_positions
+        kind, rows = next(iter(sequence.rows.items()))
+        start = max(0, int(sequence.places[kind][0]) - NUM_AROUND)
+        end = int(sequence.places[kind][num_rows - 1]) + 1 + NUM_AROUND
+        row = torch.tensor(token_ids[start:end], device=self._model.device)
+        where = torch.from_numpy(sequence.places[kind][:num_rows]) - start
+        types = {name: each[None, start:end] for name, each in sequence.types.items()}
+        positions = torch.arange(len(row))[None]
+        if len(sequence.positions) > 1:
+            positions = torch.cat([positions, sequence.positions[:, start:end]])
         in_use = attention_in_use(self._model)
         use_attention(self._model, MASKED)
         try:
@@ -209,7 +210,7 @@ class EncoderOutputs:
                 self._model(
                     input_ids=row[None],
                     position_ids=positions[:, None] if len(positions) > 1 else positions,
-                    mm_encoder_outputs=outputs,
+                    mm_encoder_outputs={kind: self._merged(kind, [(rows, torch.arange(num_rows), where)], row)},
                     use_cache=False,
                     **types,
                 )

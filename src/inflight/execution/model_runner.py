@@ -83,6 +83,7 @@ class ModelRunner:
         model cannot take them."""
         outputs = self.require_packed().encoder_outputs
         assert outputs is not None
+        self.threads.prepare(are_own=False)
         outputs.encode(token_ids, inputs)
 
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:

@@ -128,8 +128,8 @@ def choose_executor(
         )
     if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         raise ModelError(
-            f"{type(model).__name__} has attention with a window over the answer and none over the prompt, which is not "
-            "supported"
+            f"{type(model).__name__} has attention with a window over the answer and none over the prompt, which is "
+            "not supported"
         )
     if proof_results is None:
         proof_results = ResultCache.of_the_user(ProofResult)

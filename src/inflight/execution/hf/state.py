@@ -23,19 +23,16 @@ def model_of_state(
 
     Its `inflight_notes` list expanded grouped weights.
     """
+    model_class = auto_class_of(config)._model_mapping[type(config)]
     with watch_expansions() as expanded:
-        model, report = (
-            auto_class_of(config)
-            ._model_mapping[type(config)]
-            .from_pretrained(
-                None,
-                config=config,
-                state_dict=state,
-                dtype=dtype,
-                generation_config=generation_config,
-                output_loading_info=True,
-                ignore_mismatched_sizes=True,
-            )
+        model, report = model_class.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            generation_config=generation_config,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
     refuse_incomplete(report, source)
     model.inflight_notes = tuple(

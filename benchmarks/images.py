@@ -1,0 +1,158 @@
+"""Prompts with one image each: inflight beside `transformers`, one by one and in padded batches.
+
+python -m benchmarks.images --pages 64 --rounds 3
+python -m benchmarks.images --questions 10
+
+SmolVLM-256M's shape (the class Idefics3) with random weights and a vocabulary of bytes; images of random pixels,
+448 x 448, each one tile of 64 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate, and
+medians are compared. `--questions`: the time to the first token of each question about one image, the first of which
+pays for the image.
+"""
+
+import argparse
+import copy
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerFast
+from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+
+from benchmarks.compare import describe_machine
+from inflight import LLM, SamplingParams
+from tests.text.tokenizers_for_tests import byte_level
+
+SIDE, TILE, TOKENS_OF_IMAGE = 448, 512, 64
+NUM_NEW, BATCH = 32, 8
+TEXT = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "vocab_size": 49280,
+    "max_position_embeddings": 8192,
+}
+VISION = {
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 12,
+    "num_attention_heads": 12,
+    "image_size": TILE,
+    "patch_size": 16,
+}
+"""The published shape."""
+
+
+def make() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
+    """Return the model and its processor."""
+    backend = byte_level().inner.backend_tokenizer
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    backend.add_special_tokens(marks)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<unk>", padding_side="left")
+    images = Idefics3ImageProcessorPil(size={"longest_edge": TILE}, max_image_size={"longest_edge": TILE})
+    processor = Idefics3Processor(images, tokenizer, image_seq_len=TOKENS_OF_IMAGE)
+    token_id = tokenizer.convert_tokens_to_ids("<image>")
+    config = Idefics3Config(text_config=TEXT, vision_config=VISION, image_token_id=token_id, scale_factor=4)
+    torch.manual_seed(0)
+    model = Idefics3ForConditionalGeneration(config).eval()
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model, processor
+
+
+def pages(number: int) -> list[dict[str, Any]]:
+    """Return prompts with an image each."""
+    draw = np.random.default_rng(0)
+    return [
+        {
+            "prompt": f"<image>{''.join(map(chr, draw.integers(97, 123, 24)))}?",
+            "images": [draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8)],
+        }
+        for _ in range(number)
+    ]
+
+
+def ours(llm: LLM, prompts: Sequence[dict[str, Any]]) -> int:
+    """Answer all; return the number of tokens."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_NEW, ignore_eos=True)
+    return sum(len(each.outputs[0].token_ids) for each in llm.generate(prompts, params, use_tqdm=False))
+
+
+@torch.inference_mode()
+def plain(
+    model: Idefics3ForConditionalGeneration,
+    processor: Idefics3Processor,
+    prompts: Sequence[dict[str, Any]],
+    batch: int,
+) -> int:
+    """The same by `transformers`, in batches of this size."""
+    count = 0
+    for first in range(0, len(prompts), batch):
+        some = prompts[first : first + batch]
+        texts, images = [each["prompt"] for each in some], [each["images"] for each in some]
+        inputs = processor(text=texts, images=images, padding=True, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)
+        count += output[:, inputs["input_ids"].shape[1] :].numel()
+    return count
+
+
+def compare(num_pages: int, num_rounds: int, options: dict[str, Any]) -> None:
+    """Measure each contender's rounds in turn."""
+    model, processor = make()
+    llm = LLM(copy.deepcopy(model), processor, **options)
+    contenders: dict[str, Callable[[Sequence[dict[str, Any]]], int]] = {
+        "inflight": lambda prompts: ours(llm, prompts),
+        "transformers, one by one": lambda prompts: plain(model, processor, prompts, 1),
+        f"transformers, batches of {BATCH}": lambda prompts: plain(model, processor, prompts, BATCH),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(num_rounds):
+        prompts = pages((number + 1) * num_pages)[-num_pages:]  # new ones: nothing of an earlier round is cached
+        for name, run in contenders.items():
+            start = time.perf_counter()
+            assert run(prompts) == num_pages * NUM_NEW
+            seconds[name].append(time.perf_counter() - start)
+    own = median(seconds["inflight"])
+    print("| | seconds a page | inflight is so much faster |\n|---|---:|---:|")
+    for name, taken in seconds.items():
+        print(f"| {name} | {median(taken) / num_pages:.2f} | {median(taken) / own:.2f} |")
+
+
+def ask(num_questions: int, options: dict[str, Any]) -> None:
+    """Ask about one image again and again."""
+    model, processor = make()
+    llm = LLM(model, processor, **options)
+    first = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+    llm.generate(pages(2)[1], first, use_tqdm=False)  # warm-up, with another image
+    image, taken = pages(1)[0]["images"], []
+    for prompt in pages(num_questions):
+        start = time.perf_counter()
+        llm.generate({"prompt": prompt["prompt"], "images": image}, first, use_tqdm=False)
+        taken.append(time.perf_counter() - start)
+    share = median(taken[1:]) / taken[0]
+    print(f"first {taken[0]:.2f} s, then {', '.join(f'{each:.3f}' for each in taken[1:])} s: {share:.1%} of it")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pages", type=int, default=64)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--questions", type=int, default=0)
+    parser.add_argument("--quantization")
+    arguments = parser.parse_args()
+    print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
+    options = {} if arguments.quantization is None else {"quantization": arguments.quantization}
+    if arguments.questions:
+        ask(arguments.questions, options)
+    else:
+        compare(arguments.pages, arguments.rounds, options)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,16 +16,6 @@ from inflight.text.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one). A
-"prompt" may have "images" (see `ImageSource`), and messages parts `{"type": "image", "image": …}`."""
-
-Messages: TypeAlias = Sequence[Mapping[str, Any]]
-"""A chat: dicts with "role" and "content"."""
-
-TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
-"""Keyword arguments for the chat template."""
-
 
 class ReadPrompt(NamedTuple):
     """A prompt as a model reads it.
@@ -41,8 +31,22 @@ class ReadPrompt(NamedTuple):
     multimodal: MultimodalInputs | None = None
 
 
+Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | ReadPrompt
+"""Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one). A
+"prompt" may have "images" (see `ImageSource`), and messages parts `{"type": "image", "image": …}`. Or what
+`read_prompt` returned."""
+
+Messages: TypeAlias = Sequence[Mapping[str, Any]]
+"""A chat: dicts with "role" and "content"."""
+
+TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"}
+"""Keyword arguments for the chat template."""
+
+
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
-    """Tokenize a prompt, and process its images. Raises `InvalidRequestError`."""
+    """Tokenize a prompt, and process its images, unless it is read already. Raises `InvalidRequestError`."""
+    if isinstance(prompt, ReadPrompt):
+        return prompt
     if isinstance(prompt, str):
         if not prompt:  # even if the tokenizer would add tokens
             raise InvalidRequestError("the prompt is empty; it must have at least one character")
@@ -72,7 +76,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
             return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
         return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-        return ReadPrompt(None, prompt)
+        given_ids: Sequence[int] = prompt
+        return ReadPrompt(None, given_ids)
     raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
 
 

@@ -30,6 +30,8 @@ ImageSource: TypeAlias = Any
 uint8."""
 
 SAMPLE_SIDE = 64
+BEFORE, AFTER = "Quixotic", "Zephyrus"
+"""Words that no chat template contains."""
 NEEDS = "images need Pillow (pip install 'inflight-llm[images]'), and many models' processors torchvision"
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 _OF_THE_PROMPT = ("input_ids", "attention_mask")
@@ -93,7 +95,7 @@ class Processor:
 
     def _single(self, image: Image) -> tuple[int, Mapping[str, Array]]:
         """The number of an image's placeholder tokens, and what its encoder reads."""
-        alone = self._process(self._one_image, [image], add_special_tokens=False)
+        alone = self._process(self.placeholder, [image], add_special_tokens=False)
         shape = alone["input_ids"].shape
         by_token = [name for name, values in alone.items() if getattr(values, "shape", None) == shape]
         number = int((alone["input_ids"] == self._token_id).sum())
@@ -115,17 +117,20 @@ class Processor:
 
         named = (getattr(each, "image_token_id", None) for each in (self.inner, self.inner.tokenizer))
         sample = PIL.Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE))
-        token_ids = self._process(self._one_image, [sample], add_special_tokens=False)["input_ids"][0].tolist()
+        token_ids = self._process(self.placeholder, [sample], add_special_tokens=False)["input_ids"][0].tolist()
         token_id: int = max((each for each in named if each is not None), key=token_ids.count)
         return token_id
 
     @cached_property
-    def _one_image(self) -> str:
-        """A text with one image."""
-        if self.inner.chat_template:
-            messages = [{"role": "user", "content": [{"type": "image"}]}]
-            return str(self.inner.apply_chat_template(messages, tokenize=False))
-        return str(getattr(self.inner, "boi_token", None) or self.inner.image_token)
+    def placeholder(self) -> str:
+        """The text that stands for an image in a prompt: what the chat template writes between two texts, or else the
+        processor's token."""
+        token = str(getattr(self.inner, "boi_token", None) or self.inner.image_token)
+        if not self.inner.chat_template:
+            return token
+        parts = [{"type": "text", "text": BEFORE}, {"type": "image"}, {"type": "text", "text": AFTER}]
+        text = str(self.inner.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
+        return text.partition(BEFORE)[2].partition(AFTER)[0].strip("\n") or token
 
     @cached_property
     def _settings(self) -> bytes:

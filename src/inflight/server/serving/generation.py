@@ -16,6 +16,8 @@ from inflight.contracts.api.config import BACKGROUND
 from inflight.contracts.api.errors import InvalidRequestError, QueueFullError
 from inflight.contracts.api.outputs import FinishReason, RequestOutput, TextDelta
 from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.multimodal import MultimodalInputs
+from inflight.entrypoints.inputs import ReadPrompt
 from inflight.server.serving.observer import EndReason
 from inflight.server.serving.service import RunningRequest, Service
 from inflight.server.serving.streams import Client
@@ -40,6 +42,7 @@ class Generation:
         prompts: the token ids of each prompt, within the context.
         params: the same for all prompts.
         adapter: the name of their adapter; None: none.
+        multimodal: the images of the only prompt; None: there are none.
     """
 
     request_id: str
@@ -48,6 +51,7 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str | None = None
+    multimodal: MultimodalInputs | None = None
 
 
 async def generate(
@@ -117,7 +121,7 @@ async def _follow(
             priority = BACKGROUND
             params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         stream = service.llm.stream(
-            prompt,
+            prompt if generation.multimodal is None else ReadPrompt(None, prompt, None, generation.multimodal),
             params,
             request_id,
             priority=priority,

@@ -14,9 +14,11 @@ from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError, 
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.outputs import TextDelta
 from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions, render_chat
+from inflight.server.serving.images import place_images
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -58,12 +60,14 @@ class RenderedChat(NamedTuple):
 
     Attributes:
         chat, options: what was rendered (see `render_chat`).
+        multimodal: the images in it; None: there are none.
     """
 
     text: str
     token_ids: list[int]
     chat: Mapping[str, Any]
     options: ReasoningOptions
+    multimodal: MultimodalInputs | None = None
 
 
 class Service:
@@ -207,10 +211,17 @@ class Service:
         param: str,
         reasoning_options: ReasoningOptions = DEFAULT_REASONING,
     ) -> RenderedChat:
-        """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`)."""
+        """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`), with its images."""
         text = render_chat(chat, self.llm.tokenizer, param, reasoning_options)
-        token_ids = self._encoded(text, info, param, add_special_tokens=False)
-        return RenderedChat(text, token_ids, chat, reasoning_options)
+        try:
+            text, images = place_images(text, self.tokenizer, info, param)
+            token_ids = self._encoded(text, info, param, add_special_tokens=False)
+            if not images:
+                return RenderedChat(text, token_ids, chat, reasoning_options)
+            token_ids, multimodal = self.tokenizer.processor.read(text, images, add_special_tokens=False)
+        except InvalidRequestError as error:
+            raise ApiError(400, f"{param}: {error}", param=param) from error
+        return RenderedChat(text, token_ids, chat, reasoning_options, multimodal)
 
     def _encoded(self, text: str, info: ModelInfo, param: str, *, add_special_tokens: bool) -> list[int]:
         most = self.tokenizer.most_characters(info.max_model_len)

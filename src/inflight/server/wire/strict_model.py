@@ -12,6 +12,7 @@ replaced by a text (`of_type`), all reported. Wrong values are refused there, to
 import difflib
 import re
 import reprlib
+import secrets
 from collections.abc import Callable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -27,6 +28,10 @@ LIKENESS_WORTH_A_HINT = 0.6
 LIKENESS_OF_MISSPELT = 0.85
 """The least similarity (`difflib`) at which an unknown field counts as a misspelt known one."""
 
+IMAGE_MARK = "\ufdd0"
+"""A character that no text has."""
+MARKED_IMAGE = re.compile(f"\n?({IMAGE_MARK}[0-9a-f]{{32}}{IMAGE_MARK})\n?")
+_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,.")
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
 
 T = TypeVar("T")
@@ -41,16 +46,24 @@ class RequestParsing:
     Attributes:
         is_strict: whether fields that could be ignored or replaced are refused.
         ignored: the names of ignored and replaced fields.
+        images: the data URLs of images, by the mark that stands in their place in a text.
     """
 
     is_strict: bool = False
     ignored: list[str] = field(default_factory=list)
+    images: dict[str, str] = field(default_factory=dict)
 
     @property
     def shown_ignored(self) -> str:
         """The names for a header, separated by commas."""
         names = [name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored[:MAX_IGNORED]]
         return ", ".join([*names, *(["(others)"] if len(self.ignored) > MAX_IGNORED else [])])
+
+    def mark(self, url: str) -> str:
+        """Keep an image; return a mark for its place, which no other text has."""
+        mark = f"{IMAGE_MARK}{secrets.token_hex(16)}{IMAGE_MARK}"
+        self.images[mark] = url
+        return mark
 
     def ignore(self, name: str) -> None:
         """Record an ignored field, once per name."""
@@ -150,6 +163,8 @@ def of_type(
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
+            if otherwise is not None and (url := _data_url(given)) is not None:
+                return otherwise(READING.get().mark(url), given)
             if otherwise is not None and (kind is None or isinstance(kind, str)) and not READING.get().is_strict:
                 READING.get().ignore(kind or "type")
                 return otherwise(shown_text(kind or "", given), given)
@@ -159,6 +174,15 @@ def of_type(
         return given
 
     return BeforeValidator(check)
+
+
+def _data_url(given: Mapping[str, Any]) -> str | None:
+    """The data URL of an image, as a part of OpenAI's APIs or a block of Anthropic's; None: it is something else."""
+    source, url = given.get("source"), given.get("image_url")
+    if isinstance(source, dict) and source.get("type") == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    url = url.get("url") if isinstance(url, dict) else url
+    return url if isinstance(url, str) and _IMAGE.match(url) else None
 
 
 def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:

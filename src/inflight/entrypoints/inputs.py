@@ -75,9 +75,8 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
             token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], given)
             return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
         return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
-    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes):
-        given_ids: Sequence[int] = prompt
-        return ReadPrompt(None, given_ids)
+    if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | ReadPrompt):
+        return ReadPrompt(None, prompt)
     raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
 
 

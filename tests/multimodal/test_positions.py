@@ -16,7 +16,10 @@ from tests.multimodal.models import plain_answer, tiny
 BEGIN, PLACEHOLDER, END = 6, 5, 7
 GRIDS = ((1, 4, 6), (1, 8, 4), (1, 2, 2))
 """Patches of each image, in time, height and width; four of them make a row of the encoder's output."""
-PROMPTS: list[list[int]] = [[], [0], [1, 2], [0, 1, 0], [0]]
+PROMPTS: list[list[int]] = [[], [0], [1, 2], [0, 1, 0], [1], [0]]
+ENDS_IN_AN_IMAGE = 4
+SEEDS = (0, 1, 2, 3, ENDS_IN_AN_IMAGE, 1)
+"""Of the prompts' other tokens."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
 
 
@@ -41,14 +44,14 @@ def image(model: PreTrainedModel, number: int) -> dict[str, torch.Tensor]:
 
 
 def prompt(numbers: list[int], seed: int) -> tuple[list[int], list[list[int]]]:
-    """Token ids, and the places of each image's placeholders."""
+    """Token ids, and the places of each image's placeholders. Some end in an image."""
     draw = random.Random(seed)
     token_ids, places = [draw.randrange(20, 250) for _ in range(draw.randrange(3, 20))], []
     for number in numbers:
         first, length = len(token_ids) + 1, GRIDS[number][1] * GRIDS[number][2] // 4
         places.append(list(range(first, first + length)))
         token_ids += [BEGIN, *[PLACEHOLDER] * length, END, *(draw.randrange(20, 250) for _ in range(4))]
-    return token_ids, places
+    return token_ids[: places[-1][-1] + 1] if seed == ENDS_IN_AN_IMAGE else token_ids, places
 
 
 def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
@@ -60,7 +63,7 @@ def test_answers_are_those_of_the_plain_model(model: PreTrainedModel) -> None:
     llm = LLM(copy.deepcopy(model), max_num_batched_tokens=16, num_blocks=40, block_size=4, max_num_seqs=4)
     engine, expected, given = llm.engine, [], {str(index): list[int]() for index in range(len(PROMPTS))}
     for index, numbers in enumerate(PROMPTS):
-        token_ids, places = prompt(numbers, seed=index % 4)  # the last begins as the first one with images
+        token_ids, places = prompt(numbers, SEEDS[index])
         images = [image(model, number) for number in numbers]
         whole = {"mm_token_type_ids": torch.tensor([[int(each == PLACEHOLDER) for each in token_ids]])}
         merged = {name: torch.cat([each[name] for each in images]) for name in (images[0] if images else ())}

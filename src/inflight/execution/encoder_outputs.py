@@ -69,11 +69,11 @@ class _SequenceInputs:
     types: Mapping[str, Tensor]
 
     def positions_of(self, start: int, end: int) -> Tensor:
-        """The positions `[k, end - start]` of these tokens. After the prompt they count on from the largest."""
+        """The positions `[k, end - start]` of these tokens. After the prompt, each dimension counts on from the last, as
+        in `model.generate`."""
         length = self.positions.shape[1]
-        after = torch.arange(max(start, length), max(end, length)) - length + int(self.positions.max()) + 1
-        own = self.positions[:, start:end]
-        return torch.cat([own, after.expand(len(own), -1)], dim=1)
+        after = self.positions[:, -1:] + torch.arange(max(start, length), max(end, length)) - length + 1
+        return torch.cat([self.positions[:, start:end], after], dim=1)
 
 
 @dataclass(frozen=True, slots=True)

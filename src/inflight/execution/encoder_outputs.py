@@ -69,7 +69,7 @@ class _SequenceInputs:
     types: Mapping[str, Tensor]
 
     def positions_of(self, start: int, end: int) -> Tensor:
-        """The positions `[k, end - start]` of these tokens. After the prompt, each dimension counts on from the last, as
+        """The positions `[k, end - start]` of these tokens. After the prompt each dimension counts on from its last, as
         in `model.generate`."""
         length = self.positions.shape[1]
         after = self.positions[:, -1:] + torch.arange(max(start, length), max(end, length)) - length + 1

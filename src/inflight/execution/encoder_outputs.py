@@ -252,7 +252,12 @@ class EncoderOutputs:
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
-        output = encode(**given, return_dict=True)
+        in_use = attention_in_use(model)
+        use_attention(model, "eager")  # of what lies between an encoder and the language model
+        try:
+            output = encode(**given, return_dict=True)
+        finally:
+            restore_attention(model, in_use)
         pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
         rows = _Rows(_flat(pooled), tuple(map(_flat, deep)), type(output), not isinstance(pooled, Tensor))
         if len(rows.pooled) != len(item.places):

@@ -6,9 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForMultimodalLM, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForMultimodalLM, PreTrainedModel, Qwen3_5ForConditionalGeneration
 
 from inflight import LLM, SamplingParams
+from inflight.census.sensitive import sensitive_model
+from inflight.census.tiny_configs import tiny_config
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.model_class import encoder_parameters, encoders
@@ -53,6 +55,20 @@ def test_text_is_that_of_the_plain_model_and_encoders_stay_as_they_are_in_the_fi
     unread = encoder_parameters(model)
     kinds = {(id(each) in unread, each.dtype) for each in model.parameters() if each.is_floating_point()}
     assert kinds == {(True, torch.bfloat16), (False, torch.float32)}
+
+
+def test_a_checkpoint_that_names_its_multimodal_class_is_loaded_by_it(tmp_path: Path) -> None:
+    """Qwen 3.5 has a class for text alone, too, by which its images could not be read."""
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32, "patch_size": 8}
+    vision |= {"out_hidden_size": 64, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    config = CONFIG_MAPPING["qwen3_5"](text_config=tiny_config("qwen3_5").to_dict(), vision_config=vision)
+    model = sensitive_model(Qwen3_5ForConditionalGeneration, config)[0]
+    model.save_pretrained(tmp_path)
+    llm = LLM(tmp_path, dtype="float32", num_blocks=64)
+    assert llm.model_info.model_class == "Qwen3_5ForConditionalGeneration"
+    assert (llm.model_info.executor, llm.model_info.is_recorded) == ("packed", kernels_available())
+    assert llm.model_info.input_modalities == ("image",)
+    assert generated(llm) == plain(tmp_path)
 
 
 @pytest.mark.skipif(not kernels_available(), reason="quantization needs a C++ compiler")

@@ -7,10 +7,13 @@ from transformers import AutoModelForCausalLM, AutoModelForMultimodalLM, PreTrai
 
 
 def auto_class_of(config: PreTrainedConfig) -> type[Any]:
-    """The Auto class of this configuration: for causal language models, or else for models that also read images, sound
-    or video."""
-    choices = (AutoModelForCausalLM, AutoModelForMultimodalLM)
-    found: type[Any] = next((each for each in choices if type(config) in each._model_mapping), AutoModelForCausalLM)
+    """The Auto class of this configuration: the one for models that also read images, sound or video, if there is no
+    other or the configuration names its class, and else the one for causal language models."""
+    multimodal = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
+    is_named = multimodal is not None and multimodal.__name__ in (config.architectures or ())
+    is_causal = type(config) in AutoModelForCausalLM._model_mapping
+    is_multimodal = is_named or (multimodal is not None and not is_causal)
+    found: type[Any] = AutoModelForMultimodalLM if is_multimodal else AutoModelForCausalLM
     return found
 
 

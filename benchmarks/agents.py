@@ -16,7 +16,6 @@ import argparse
 import json
 import os
 import random
-import re
 import selectors
 import signal
 import socket
@@ -262,15 +261,7 @@ def overhead(arguments: argparse.Namespace) -> None:
         bodies = [{**first, "messages": [question]} for question in questions]
         chats = [{**body, "max_tokens": 1, "return_token_ids": True} for body in bodies]
         prompts = [json.loads(answer)["prompt_token_ids"] for answer in answers(url, "chat/completions", chats)]
-        options: dict[str, Any] = {"temperature": 0, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
-        num_tokens = NUM_STREAMS * STREAMED
-        if arguments.written:
-            name = first["tools"][0]["function"]["name"]
-            call = json.dumps({"name": name, "arguments": {"path": text(rng, 20)}})
-            answer = f"<think>\n{text(rng, 30)}\n</think>\n\n<tool_call>\n{call}\n</tool_call>"
-            options = {"temperature": 0, "stream": True, "structured_outputs": {"regex": re.escape(answer)}}
-            options["max_tokens"] = 2 * len(answer)
-            num_tokens = NUM_STREAMS * len(answer)
+        options = {"temperature": 0, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
         kinds = {
             "completions": [{**options, "prompt": prompt} for prompt in prompts],
             "chat/completions": [{**body, **options} for body in bodies],
@@ -285,12 +276,10 @@ def overhead(arguments: argparse.Namespace) -> None:
                     seconds[kind].append(time.perf_counter() - start)
                     front[kind].append(cpu_seconds(server.process.pid) - before)
                 assert all(b"data: [DONE]" in each for each in read)
-                is_call = arguments.written and kind == "chat/completions"
-                assert not is_call or all(b"tool_calls" in each and b"reasoning" in each for each in read)
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     for kind, each in seconds.items():
-        speeds = [num_tokens / taken for taken in each]
-        work = 1e6 * median(front[kind]) / num_tokens
+        speeds = [NUM_STREAMS * STREAMED / taken for taken in each]
+        work = 1e6 * median(front[kind]) / (NUM_STREAMS * STREAMED)
         print(f"{kind}: {median(speeds):.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})", end=", ")
         print(f"{work:.0f} us of the server's own processor time for each")
     shares = [chat / raw for raw, chat in zip(*seconds.values(), strict=True)]
@@ -338,9 +327,6 @@ def main() -> None:
     parser.add_argument("--quantization", help="of our weights; llama.cpp then has eight bits")
     parser.add_argument(
         "--scale", type=float, default=1.0, help="prompts of `turns`, and all of `pauses`, are so much shorter"
-    )
-    parser.add_argument(
-        "--written", action="store_true", help="of `overhead`: every answer is a thought and a call, by a grammar"
     )
     parser.add_argument("--peers", default="", help="of `turns`: llamacpp, vllm")
     arguments = parser.parse_args()

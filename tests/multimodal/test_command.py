@@ -24,4 +24,8 @@ def test_generate_answers_about_an_image(tmp_path: Path, command: Command) -> No
     params = replace(llm.get_default_sampling_params(), temperature=0, max_tokens=4)
     (expected,) = llm.chat([{"role": "user", "content": parts}], params, use_tqdm=False)
     assert done.stdout == expected.outputs[0].text + "\n"
+    (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "A"}]}')
+    refused = command("generate", "--file", tmp_path / "chat.jsonl", "--image", page, *options)
+    assert refused.returncode != 0
+    assert "a chat has its images in its messages" in refused.stderr
     assert "text, images" in command("info", "-m", folder).stdout

@@ -19,7 +19,7 @@ TEMPLATE = (
     "{% for part in m.content %}{% if part.type == 'image' %}<image>{% else %}{{ part.text }}{% endif %}{% endfor %}"
     "{% endif %}</s>{% endfor %}"
 )
-OMITTED = "[image omitted: this server takes text only]"
+OMITTED = "[image omitted: it cannot be read here]"
 
 
 @pytest.fixture(scope="module")

@@ -163,29 +163,29 @@ def test_the_input_of_a_call_that_is_no_object(server: RunningServer) -> None:
 
 # ------------------------------------------------------------------------------------- what is no text
 
-PICTURE = "[image omitted: this server takes text only]"
+PICTURE = "[image omitted: it cannot be read here]"
 PARTS: dict[str, list[tuple[dict[str, Any], str]]] = {
     CHAT: [({"type": "image_url", "image_url": {"url": "data:"}}, PICTURE)],
     RESPONSES: [
         ({"type": "input_image", "image_url": "data:"}, PICTURE),
         (
             {"type": "input_file", "filename": "a.pdf", "file_data": "x"},
-            "[file 'a.pdf' omitted: this server takes text only]",
+            "[file 'a.pdf' omitted: it cannot be read here]",
         ),
     ],
     MESSAGES: [
         ({"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": ""}}, PICTURE),
         (
             {"type": "document", "title": "A", "source": {"type": "url", "url": "http://a"}},
-            "[document 'A' omitted: this server takes text only]",
+            "[document 'A' omitted: it cannot be read here]",
         ),
         (
             {"type": "search_result", "source": "a", "title": "B", "content": [{"type": "text", "text": "C"}]},
-            "[search result 'B' omitted: this server takes text only]",
+            "[search result 'B' omitted: it cannot be read here]",
         ),
         (
             {"type": "tool_reference", "tool_name": "Bash"},
-            "[tool reference 'Bash' omitted: this server takes text only]",
+            "[tool reference 'Bash' omitted: it cannot be read here]",
         ),
     ],
 }
@@ -222,7 +222,7 @@ def test_a_text_of_another_type_is_a_text(server: RunningServer) -> None:
     [
         (
             {"type": "web_search_call", "id": "ws_1", "action": {}},
-            "[a][web search call omitted: this server takes text only]",
+            "[a][web search call omitted: it cannot be read here]",
         ),
         (
             {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": "x"},

@@ -179,6 +179,10 @@ def _open(output: Path | None) -> TextIO:
 
 def _input(line: PromptLine, chat: bool, images: Sequence[str]) -> Any:
     if line.messages is not None:
+        if images:
+            raise InvalidRequestError(
+                f"{line.where}: with --image a prompt is a text; a chat has its images in its messages"
+            )
         return {"messages": line.messages}
     if not chat and not images:
         return line.prompt

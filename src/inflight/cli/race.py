@@ -116,7 +116,10 @@ def _requests(
         try:
             params = SamplingParams(temperature=0, max_tokens=line.sampling.get("max_tokens", cap))
             prompt = {"messages": line.messages} if line.messages is not None else line.prompt or ""
-            accepted = engine.inputs.accept(str(number), read_prompt(prompt, tokenizer)[1], params)
+            read = read_prompt(prompt, tokenizer)
+            if read.multimodal is not None:
+                raise InvalidRequestError("a race is run without images")
+            accepted = engine.inputs.accept(str(number), read.token_ids, params)
         except ValueError as error:
             raise InvalidRequestError(f"{line.where or f'prompt {number}'}: {error}") from error
         token_ids = accepted.request.prompt_token_ids

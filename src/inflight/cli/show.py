@@ -106,8 +106,9 @@ def show(
     params = [SamplingParams(temperature=0, max_tokens=cap, ignore_eos=ignore_eos) for cap in caps]
     for number, (prompt, of_prompt) in enumerate(zip(prompts, params, strict=True)):
         try:
-            token_ids = read_prompt(prompt, tokenizer).token_ids
-            llm.engine.submit(llm.engine.inputs.accept(str(number), token_ids, of_prompt))
+            read = read_prompt(prompt, tokenizer)
+            accepted = llm.engine.inputs.accept(str(number), read.token_ids, of_prompt, multimodal=read.multimodal)
+            llm.engine.submit(accepted)
         except InvalidRequestError as error:
             raise error if len(prompts) == 1 else type(error)(f"prompt {number}: {error}") from None
     while llm.engine.has_unfinished_requests and not capture.is_complete:

@@ -3,8 +3,7 @@ that make it sensitive to its context.
 
 It replaces a model that is too large for a proof, or whose precision would hide errors. It has fewer layers, at least
 one of each kind; a smaller vocabulary; fewer experts; less width, by fewer heads of the same size; and encoders of one
-layer. Cuts that the
-class does not allow are skipped.
+layer. Cuts that the class does not allow are skipped.
 """
 
 import copy

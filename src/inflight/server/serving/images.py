@@ -5,7 +5,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.strict_model import MARKED_IMAGE, READING
 from inflight.text.tokenizer import Tokenizer
 
-OMITTED = "\n[image omitted: this server takes text only]\n"
+OMITTED = "\n[image omitted: it cannot be read here]\n"
 
 
 def place_images(text: str, tokenizer: Tokenizer, info: ModelInfo, param: str) -> tuple[str, list[str]]:

@@ -203,7 +203,7 @@ def shown_text(kind: str, given: Mapping[str, Any]) -> str:
     shown = kind.removeprefix("input_").removesuffix("_url").replace("_", " ") + name
     texts = (given.get(key) for key in ("input", "output"))
     text = next((text for text in texts if isinstance(text, str)), None)
-    return f"[{shown} omitted: this server takes text only]" if text is None else f"[{shown}: {text}]"
+    return f"[{shown} omitted: it cannot be read here]" if text is None else f"[{shown}: {text}]"
 
 
 def leaving_out(what: str, *kept: str, absent: str | None = None) -> BeforeValidator:

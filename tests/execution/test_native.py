@@ -264,7 +264,7 @@ def test_an_attention_call_keeps_its_step_to_its_memory() -> None:
     def begin(tables: list[list[int]], **changes: torch.Tensor) -> None:
         given = {"indices": indices, "block_size": 4} | changes
         table = torch.tensor(tables, dtype=torch.int32)
-        operators.begin_step(backend._step, given["block_size"], *lengths, [given["indices"]], [table])
+        operators.begin_step(backend._step, given["block_size"], *lengths, None, [given["indices"]], [table])
 
     begin([[0, 1]])
     operators.write(states, states, cache.call)

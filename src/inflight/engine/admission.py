@@ -227,6 +227,20 @@ def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: Mo
         raise InvalidRequestError("truncate_prompt_tokens would cut images; give a shorter prompt")
 
 
+def check_whole(inputs: MultimodalInputs, limit: int) -> None:
+    """Raise `InvalidRequestError` unless a step has room for every image whose tokens see each other.
+
+    Args:
+        limit: the tokens of a step that one sequence can have beside all others.
+    """
+    longest = max((end - start for start, end in inputs.whole), default=0)
+    if longest > limit:
+        raise InvalidRequestError(
+            f"an image has {longest} tokens that see each other; a step has room for {limit} (raise "
+            "max_num_batched_tokens)"
+        )
+
+
 def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:
     """Return a pooling request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     if info.pooling is None:

@@ -34,7 +34,7 @@ from inflight.contracts.api.outputs import SequenceOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.contracts.step.record import ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import AcceptedRequest
+from inflight.engine.admission import AcceptedRequest, check_whole
 from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
@@ -180,7 +180,11 @@ class Engine:
         if request.request_id in self._reporter:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
         if request.multimodal is not None:
-            self.runner.encode(request.prompt_token_ids, request.multimodal)
+            inputs = self.runner.encode(request.prompt_token_ids, request.multimodal)
+            limits = self.scheduler.limits
+            check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
+            request = replace(request, multimodal=inputs)
+            accepted = replace(accepted, request=request)
         self._reporter.follow(accepted)
         self._totals.requests += 1
         self.scheduler.submit(request)

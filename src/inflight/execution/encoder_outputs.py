@@ -8,8 +8,9 @@ Each item is encoded alone, so its bits depend on no other.
 
 import inspect
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
-from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
+from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs, placeholder_id
 from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import MASKED, attend_with, attention_in_use, restore_attention, use_attention
 from inflight.execution.hf.model_call import forward_parameters
@@ -61,12 +62,14 @@ class _SequenceInputs:
         places: by kind, their indices, `[n]` int64, ascending.
         positions: of the prompt's tokens, `[k, L]` int64.
         types: arguments of the model with a value for each token of the prompt, `[L]`.
+        whole: see `MultimodalInputs`.
     """
 
     rows: Mapping[str, _Rows]
     places: Mapping[str, np.ndarray[Any, Any]]
     positions: Tensor
     types: Mapping[str, Tensor]
+    whole: Sequence[tuple[int, int]]
 
     def positions_of(self, start: int, end: int) -> Tensor:
         """The positions `[k, end - start]` of these tokens. After the prompt each dimension counts on from its last, as
@@ -94,14 +97,17 @@ class EncoderOutputs:
 
     Args:
         model: exclusively ours.
+        attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
         self._model = model
+        self._attention_calls = attention_calls
         self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
         self._sequences: dict[int, _SequenceInputs] = {}  # by slot
         self._is_checked = False
-        self._token_ids = {kind: _placeholder(model, kind) for kind in ("image", "audio")}
+        self._ranges: str | None = None  # which tokens of an image see each other (see `_ranges`)
+        self._token_ids = {kind: placeholder_id(model.config, kind) for kind in ("image", "audio")}
 
     def take(self, plan: StepPlan) -> None:
         """Track releases and assignments of slots; encode what newly assigned sequences need."""
@@ -167,8 +173,9 @@ class EncoderOutputs:
             given["deepstack_features"] = [contained(each) for each in deep]
         return like.kind(**given)
 
-    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> None:
-        """Encode a prompt's items before it is queued. Raises `InvalidRequestError` if the model cannot take them."""
+    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
+        """Encode a prompt's items before it is queued; return them with `whole`. Raises `InvalidRequestError` if the
+        model cannot take them."""
         try:
             sequence = self._inputs(token_ids, inputs)
             if not self._is_checked:
@@ -178,31 +185,62 @@ class EncoderOutputs:
             raise InvalidRequestError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # in the model's own code
             raise InvalidRequestError(f"the model cannot encode the images: {first_line(error)}") from error
+        ranges = {} if self._ranges is None else _ranges(sequence, 0, len(token_ids))
+        return replace(inputs, whole=ranges.get(self._ranges or "", ()))
+
+    def apart(self, batch: RaggedBatch) -> RaggedBatch:
+        """A batch for attention: images whose tokens see each other are spans of their own."""
+        parts: list[tuple[int, int, int, bool]] = []  # span, number of tokens, of keys, whether they are an image's
+        for number, span in enumerate(batch.spans):
+            sequence = self._sequences.get(span.slot)
+            whole = () if sequence is None else sequence.whole
+            within = {each for borders in whole for each in borders if span.start < each < span.end}
+            for start, end in pairwise(sorted({span.start, span.end} | within)):
+                parts.append((number, end - start, end, any(first <= start < last for first, last in whole)))
+        if not any(is_item for *_, is_item in parts):
+            return batch
+        numbers, query_lens, kv_lens, items = np.array(parts, dtype=np.int64).T.copy()
+        groups = (
+            replace(each, block_tables=each.block_tables[numbers], block_tables_host=each.block_tables_host[numbers])
+            for each in batch.groups
+        )
+        return replace(
+            batch, query_lens_host=query_lens, kv_lens_host=kv_lens, items_host=items, groups=tuple(groups)
+        )
 
     @torch.inference_mode()
     def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs, num_rows: int) -> None:
-        """Raise `ModelError` unless every token sees what precedes it, and nothing else: some models let the tokens of
-        an image see each other. A forward pass over an image and a few tokens around it shows the model's masks."""
+        """Find the attention calls in which the tokens of an image see each other. Raise `ModelError` if a token sees
+        anything else that comes after it. The model's masks for two images with a few tokens around show it."""
+        kind, rows = next(iter(sequence.rows.items()))
+        places = sequence.places[kind]
+        begin, end = int(places[0]), int(places[num_rows - 1]) + 1
+        following = next((int(each) for each in places[num_rows:]), len(token_ids))
+        start, stop = max(0, begin - NUM_AROUND), min(end + NUM_AROUND, following)
+        ranges = {
+            name: [(first + shift, last + shift) for shift in (0, stop - start) for first, last in each]
+            for name, each in _ranges(sequence, start, stop).items()
+        }
+        row = torch.tensor([*token_ids[start:stop]] * 2, device=self._model.device)
+        sees: list[str | None] = []  # by call: which ranges see each other
+        name = type(self._model).__name__
 
         def look(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
         ) -> Tensor:
-            sees_later = not getattr(module, "is_causal", True) if mask is None else (mask[0, 0] >= 0).triu(1).any()
-            if sees_later:
-                raise ModelError(
-                    f"{type(self._model).__name__} lets the tokens of an image see each other; inflight does not"
-                )
+            later = torch.zeros(0) if mask is None else (mask[0, 0] >= 0).triu(1)
+            found = next((each for each in ranges if torch.equal(later, _within(ranges[each], len(row)))), None)
+            if found is None and (later.any() or not getattr(module, "is_causal", True)):
+                raise ModelError(f"{name} lets tokens see others after them that are not of the same image")
+            sees.append(found)
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-        kind, rows = next(iter(sequence.rows.items()))
-        start = max(0, int(sequence.places[kind][0]) - NUM_AROUND)
-        end = int(sequence.places[kind][num_rows - 1]) + 1 + NUM_AROUND
-        row = torch.tensor(token_ids[start:end], device=self._model.device)
-        where = torch.from_numpy(sequence.places[kind][:num_rows]) - start
-        types = {name: each[None, start:end] for name, each in sequence.types.items()}
+        where = torch.from_numpy(places[:num_rows]) - start
+        which = torch.arange(num_rows)
+        types = {name: each[None, start:stop].repeat(1, 2) for name, each in sequence.types.items()}
         positions = torch.arange(len(row))[None]
         if len(sequence.positions) > 1:
-            positions = torch.cat([positions, sequence.positions[:, start:end]])
+            positions = torch.cat([positions, sequence.positions[:, start:stop].repeat(1, 2)])
         in_use = attention_in_use(self._model)
         use_attention(self._model, MASKED)
         try:
@@ -210,12 +248,23 @@ class EncoderOutputs:
                 self._model(
                     input_ids=row[None],
                     position_ids=positions[:, None] if len(positions) > 1 else positions,
-                    mm_encoder_outputs={kind: self._merged(kind, [(rows, torch.arange(num_rows), where)], row)},
+                    mm_encoder_outputs={
+                        kind: self._merged(kind, [(rows, which, where), (rows, which, where + stop - start)], row)
+                    },
                     use_cache=False,
                     **types,
                 )
         finally:
             restore_attention(self._model, in_use)
+        if not any(sees):
+            return
+        calls = self._attention_calls()
+        if len(calls) != len(sees):
+            raise ModelError(f"{name} lets the tokens of an image see each other, which needs the attention kernels")
+        for call, found in zip(calls, sees, strict=True):
+            if found is not None:
+                torch.ops.inflight.see_items(call)
+        self._ranges = next(each for each in sees if each is not None)
 
     @torch.inference_mode()
     def _inputs(self, prompt: Sequence[int], inputs: MultimodalInputs) -> _SequenceInputs:
@@ -225,7 +274,9 @@ class EncoderOutputs:
         positions = self._model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **given})
         if hasattr(self._model.base_model, "rope_deltas"):
             self._model.base_model.rope_deltas = None
-        positions = positions.reshape(-1, length)[-3:]  # of four rows, the first is for masks
+        rope = getattr(self._model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
+        num_dimensions = len(rope.get("mrope_section") or range(3))  # a further first row is for masks
+        positions = positions.reshape(-1, length)[-num_dimensions:]
         rows: dict[str, _Rows] = {}
         places: dict[str, np.ndarray[Any, Any]] = {}
         for kind in {item.kind for item in inputs.items}:
@@ -240,7 +291,7 @@ class EncoderOutputs:
             places[kind] = np.concatenate([np.asarray(item.places, dtype=np.int64) for item in items])
         names = set(inspect.signature(self._model.forward).parameters)
         types = {name: each[0] for name, each in given.items() if name in names and each.shape == (1, length)}
-        return _SequenceInputs(rows, places, positions, types)
+        return _SequenceInputs(rows, places, positions, types, inputs.whole)
 
     def _encoded(self, item: EncoderInput) -> _Rows:
         if item.digest in self._kept:
@@ -270,6 +321,28 @@ class EncoderOutputs:
         return rows
 
 
+def _ranges(sequence: _SequenceInputs, start: int, end: int) -> dict[str, list[tuple[int, int]]]:
+    """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders (""), or, for
+    an argument that tells types of tokens, neighbours of the placeholders' type."""
+    is_place = np.zeros(sequence.positions.shape[1], dtype=bool)
+    for places in sequence.places.values():
+        is_place[places] = True
+    found = {name: (each == each[int(is_place.argmax())]).numpy() for name, each in sequence.types.items()}
+    ranges = {}
+    for name, is_item in {"": is_place, **found}.items():
+        borders = np.flatnonzero(np.diff(is_item[start:end], prepend=False, append=False)).tolist()
+        ranges[name] = list(zip(borders[::2], borders[1::2], strict=True))
+    return ranges
+
+
+def _within(ranges: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """Which later tokens a token sees, `[length, length]` bool, if those of each range see each other."""
+    number = torch.full((length,), -1)
+    for index, (start, end) in enumerate(ranges):
+        number[start:end] = index
+    return ((number[:, None] == number) & (number >= 0)).triu(1)
+
+
 def _tensor(array: Array) -> Tensor:
     """A tensor of its own memory."""
     return torch.from_numpy(np.frombuffer(array.data, array.dtype).reshape(array.shape).copy())
@@ -280,14 +353,8 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
-def _placeholder(model: PreTrainedModel, kind: str) -> int | None:
-    """The token id that stands for a row of an encoder's output; None: the model has no such encoder."""
-    names = (f"{kind}_token_id", f"{kind}_token_index")
-    return next((value for name in names if (value := getattr(model.config, name, None)) is not None), None)
-
-
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:
     """What a model encodes and takes the outputs of, besides text: "image"."""
     takes_outputs = "mm_encoder_outputs" in forward_parameters(model)
-    encodes = hasattr(model.base_model, "get_image_features") and _placeholder(model, "image") is not None
+    encodes = hasattr(model.base_model, "get_image_features") and placeholder_id(model.config, "image") is not None
     return ("image",) if takes_outputs and encodes else ()

@@ -64,7 +64,8 @@ class ModelRunner:
         self.device = self.model.device
         self._pooler = prepared.pooler
         if isinstance(self.executor, PackedExecutor) and self.info.input_modalities:
-            self.executor.encoder_outputs = EncoderOutputs(self.model)
+            executor = self.executor
+            executor.encoder_outputs = EncoderOutputs(self.model, lambda: executor.attention_calls)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 
@@ -78,13 +79,13 @@ class ModelRunner:
         """The cache's layout."""
         return cache_layout(self.executor, self.config)
 
-    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> None:
-        """Encode a prompt's images, for the steps that compute its placeholders. Raises `InvalidRequestError` if the
-        model cannot take them."""
+    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
+        """Encode a prompt's images, for the steps that compute its placeholders; return them with `whole`. Raises
+        `InvalidRequestError` if the model cannot take them."""
         outputs = self.require_packed().encoder_outputs
         assert outputs is not None
         self.threads.prepare(are_own=False)
-        outputs.encode(token_ids, inputs)
+        return outputs.encode(token_ids, inputs)
 
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step.

@@ -45,6 +45,7 @@ class RaggedBatch:
         logit_slots_host, logit_positions_host, logit_token_ids_host: `[R]` int64, slot, position and id of the token of
             each logit row.
         logit_targets_host: `[R]` int64, the next token, where it is scored; -1 where one is sampled.
+        items_host: `[S]` int64, whether a span's tokens are those of an image and see each other; None: none are.
 
     Fields ending in `_host` are in host memory: sizes are known without a device sync.
     """
@@ -61,6 +62,7 @@ class RaggedBatch:
     logit_positions_host: IntArray
     logit_token_ids_host: IntArray
     logit_targets_host: IntArray
+    items_host: IntArray | None = None
 
     @property
     def spans(self) -> tuple[Span, ...]:

@@ -437,7 +437,7 @@ class Scheduler:
         for sequence in prefills:
             if sequence.slot is not None and not self._waits_for_others(sequence):
                 self.reuse.take(sequence, self._siblings(sequence))
-                length = self._longest_span(sequence, min(budget, num_prefill_tokens))
+                length = self._longest_span(sequence, min(budget, num_prefill_tokens), lengths)
                 budget -= self._schedule(sequence, length, lengths, running)
                 num_prefill_tokens -= lengths.get(sequence, 0)
         return min(budget, num_prefill_tokens)
@@ -461,7 +461,8 @@ class Scheduler:
                 self.reuse.take(sequence, self._siblings(sequence))
                 if self.retention is not None:
                     self.retention.started(sequence.request)
-                budget -= self._schedule(sequence, self._longest_span(sequence, budget), lengths, [sequence])
+                length = self._longest_span(sequence, budget, lengths)
+                budget -= self._schedule(sequence, length, lengths, [sequence])
 
     def _first_with_room(self, in_background: bool) -> Sequence | None:
         """The first waiting sequence, of the background or the others, if there are blocks for it. If it lacks only
@@ -516,13 +517,19 @@ class Scheduler:
         self.block_pool.shrink(sequence.block_tables, ended.num_computed_tokens)
         self.reuse.take_over(sequence, ended.num_computed_tokens)
 
-    def _longest_span(self, sequence: Sequence, budget: int) -> int:
+    def _longest_span(self, sequence: Sequence, budget: int, lengths: Mapping[Sequence, int]) -> int:
         """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
-        rows."""
+        rows. An image whose tokens see each other may take all that the step has left."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
-        length = min(sequence.num_uncomputed_tokens, budget)
-        return max(0, min(length, self._num_scorable_tokens)) if sequence.wants_scores else length
+        length = max(0, min(sequence.num_uncomputed_tokens, budget))
+        if sequence.wants_scores:
+            length = max(0, min(length, self._num_scorable_tokens))
+        if (inputs := sequence.request.multimodal) is not None:
+            start = sequence.num_computed_tokens
+            limit = start + self.limits.max_num_batched_tokens - sum(lengths.values())
+            length = inputs.end_of_step(start, start + length, limit) - start
+        return length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
         """Schedule `length` tokens of a running sequence; while blocks are missing, preempt the last of `victims`,

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
-from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
+from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs, placeholder_id
 from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ ImageSource: TypeAlias = Any
 uint8."""
 
 SAMPLE_SIDE = 64
+IMAGE = "<image>"
 BEFORE, AFTER = "Quixotic", "Zephyrus"
 """Words that no chat template contains."""
 NEEDS = "images need Pillow (pip install 'inflight-llm[images]'), and many models' processors torchvision"
@@ -44,20 +45,23 @@ class Processor:
 
     Args:
         inner: a loaded one.
+        token_id: the model's placeholder token; None: the one that the processor names.
     """
 
-    def __init__(self, inner: ProcessorMixin) -> None:
+    def __init__(self, inner: ProcessorMixin, token_id: int | None = None) -> None:
         self.inner = inner
+        self._given_token_id = token_id
         self._lock = threading.Lock()
 
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Processor:
         """Read a checkpoint's processor. Raises `InvalidRequestError` if there is none that reads images."""
-        from transformers import AutoProcessor
+        from transformers import AutoConfig, AutoProcessor
 
         try:
             import PIL  # noqa: F401
 
+            config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
             inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
         except ImportError as error:
             raise InvalidRequestError(f"{NEEDS} ({one_line(error)})") from error
@@ -65,7 +69,7 @@ class Processor:
             raise InvalidRequestError(f"the processor of {source!r} cannot be read: {one_line(error)}") from error
         if getattr(inner, "image_processor", None) is None:
             raise InvalidRequestError(f"the model {source!r} reads no images")
-        return cls(inner)
+        return cls(inner, placeholder_id(config, "image"))
 
     def read(
         self, text: str, images: Sequence[ImageSource], *, add_special_tokens: bool = True
@@ -104,7 +108,11 @@ class Processor:
     def _process(self, text: str, images: list[Image], add_special_tokens: bool) -> Mapping[str, Any]:
         try:
             processed: Mapping[str, Any] = self.inner(
-                text=text, images=images, add_special_tokens=add_special_tokens, return_tensors="pt"
+                text=text,
+                images=images,
+                add_special_tokens=add_special_tokens,
+                return_tensors="pt",
+                return_mm_token_type_ids=True,
             )
         except Exception as error:  # it is a program, and can raise anything
             raise InvalidRequestError(f"the processor cannot read the images: {one_line(error)}") from error
@@ -113,24 +121,36 @@ class Processor:
     @cached_property
     def _token_id(self) -> int:
         """The placeholder token. Gemma 3's processor names another one, which begins an image."""
-        import PIL.Image
-
+        if self._given_token_id is not None:
+            return self._given_token_id
         named = (getattr(each, "image_token_id", None) for each in (self.inner, self.inner.tokenizer))
-        sample = PIL.Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE))
-        token_ids = self._process(self.placeholder, [sample], add_special_tokens=False)["input_ids"][0].tolist()
+        token_ids = self._sample(self.placeholder)
         token_id: int = max((each for each in named if each is not None), key=token_ids.count)
         return token_id
 
     @cached_property
     def placeholder(self) -> str:
         """The text that stands for an image in a prompt: what the chat template writes between two texts, or else the
-        processor's token."""
-        token = str(getattr(self.inner, "boi_token", None) or self.inner.image_token)
-        if not self.inner.chat_template:
-            return token
-        parts = [{"type": "text", "text": BEFORE}, {"type": "image"}, {"type": "text", "text": AFTER}]
-        text = str(self.inner.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
-        return text.partition(BEFORE)[2].partition(AFTER)[0].strip("\n") or token
+        first of the processor's tokens that it takes for an image."""
+        if self.inner.chat_template:
+            parts = [{"type": "text", "text": BEFORE}, {"type": "image"}, {"type": "text", "text": AFTER}]
+            text = str(self.inner.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
+            if written := text.partition(BEFORE)[2].partition(AFTER)[0].strip("\n"):
+                return written
+        tokens = [getattr(self.inner, name, None) for name in ("image_token", "boi_token")]
+        return next((each for each in tokens if each and self._sample(each)), IMAGE)
+
+    def _sample(self, placeholder: str) -> list[int]:
+        """The token ids of one small image; empty: the processor does not take this text for one."""
+        import PIL.Image
+
+        sample = PIL.Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE))
+        try:
+            processed = self._process(placeholder, [sample], add_special_tokens=False)
+        except InvalidRequestError:
+            return []
+        token_ids: list[int] = processed["input_ids"][0].tolist()
+        return token_ids if self._given_token_id in (None, *token_ids) else []
 
     @cached_property
     def _settings(self) -> bytes:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, TypeAlias
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.options import is_loaded_model, is_loaded_processor, is_loaded_tokenizer
+from inflight.contracts.step.multimodal import placeholder_id
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.text.processor import Processor
@@ -117,7 +118,8 @@ def load_tokenizer(
         processor: Any = tokenizer
         inner = copy.copy(processor.tokenizer)
         inner.chat_template = inner.chat_template or processor.chat_template
-        return Tokenizer(inner, load_processor=lambda: Processor(processor))
+        token_id = placeholder_id(getattr(model, "config", None), "image")
+        return Tokenizer(inner, load_processor=lambda: Processor(processor, token_id))
     if tokenizer is None and is_loaded_model(model):
         return None
     source = model if tokenizer is None else tokenizer

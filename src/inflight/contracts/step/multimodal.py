@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -42,12 +43,28 @@ class MultimodalInputs:
     Attributes:
         items: in the order of their placeholders.
         arrays: what the processor says of the prompt as a whole: sizes of images, types of tokens.
+        whole: ranges `[start, end)` of tokens that see each other, so that no step may end within one.
     """
 
     items: Sequence[EncoderInput]
     arrays: Mapping[str, Array] = field(default_factory=dict)
+    whole: Sequence[tuple[int, int]] = ()
+
+    def end_of_step(self, start: int, end: int, limit: int) -> int:
+        """Where a step ends that begins at `start` and would end at `end`; at most at `limit`."""
+        within = next((each for each in self.whole if each[0] < end < each[1]), None)
+        if within is None:
+            return end
+        first, last = within
+        return first if first > start else last if last <= limit else start
 
     def digest_between(self, start: int, end: int) -> bytes:
         """What tells the content of the tokens `[start, end)` from that of equal tokens: the digests of the items whose
         placeholders are among them."""
         return b"".join(item.digest for item in self.items if item.places[0] < end and item.places[-1] >= start)
+
+
+def placeholder_id(config: Any, kind: str) -> int | None:
+    """The token id that stands for a row of an encoder's output, in a model's configuration; None: there is none."""
+    names = (f"{kind}_token_id", f"{kind}_token_index")
+    return next((value for name in names if (value := getattr(config, name, None)) is not None), None)

@@ -88,6 +88,7 @@ class CpuAttention:
             self.block_size,
             torch.from_numpy(batch.query_lens_host),
             torch.from_numpy(batch.kv_lens_host),
+            None if batch.items_host is None else torch.from_numpy(batch.items_host),
             [group.cache_indices for group in batch.groups],
             [group.block_tables for group in batch.groups],
         )

@@ -172,7 +172,8 @@ class PackedExecutor:
         if self.grouping.has_parts:
             groups = tuple(_in_part(batch, part, self.backend.block_size) for part in self.grouping.parts)
             batch = replace(batch, groups=groups)
-        self.backend.begin_step(batch)
+        images = self.encoder_outputs
+        self.backend.begin_step(batch if images is None else images.apart(batch))
         if self.mixing is not None:
             self.mixing.begin_step(batch)
         if copies := batch.plan.copies:
@@ -183,7 +184,7 @@ class PackedExecutor:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         options: Mapping[str, Any] = {}
-        if self.encoder_outputs is not None and (given := self.encoder_outputs.of(batch, rows[0], rows[1])) is not None:
+        if images is not None and (given := images.of(batch, rows[0], rows[1])) is not None:
             rows, options = (rows[0], given.positions, rows[2]), given.options
         if self.adapters is None:
             return self._run(batch, *rows, options)

@@ -167,7 +167,8 @@ class Plan {
   // Whether every token of the span sees the whole tile.
   bool sees_whole(const Span& span, int64_t tile) const {
     const int64_t size = shape_.tile_size();
-    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= shape_.end_visible(span.start, span.end);
+    const int64_t end = shape_.end_visible(span.start, span.end, span.is_item);
+    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= end;
   }
 
   // Rows per item: fewer, if threads would be idle.
@@ -180,7 +181,8 @@ class Plan {
 
   Visible visible(const Span& span, int64_t row, int64_t tile) const {
     const int64_t position = span.start + row / shape_.group_size(), first = tile * shape_.tile_size();
-    const int64_t low = shape_.first_visible(position) - first, high = shape_.end_visible(position, span.end) - first;
+    const int64_t low = shape_.first_visible(position) - first;
+    const int64_t high = shape_.end_visible(position, span.end, span.is_item) - first;
     return {int(std::clamp<int64_t>(low, 0, shape_.tile_size())), int(std::clamp<int64_t>(high, 0, shape_.tile_size()))};
   }
 
@@ -369,7 +371,8 @@ class Attention : Plan {
     }
     const int64_t first_position = span.start + first_row / shape_.group_size();
     const int64_t last_position = span.start + (first_row + num_rows - 1) / shape_.group_size();
-    const int64_t end = shape_.end_visible(last_position, span.end), last_tile = (end - 1) / shape_.tile_size();
+    const int64_t end = shape_.end_visible(last_position, span.end, span.is_item);
+    const int64_t last_tile = (end - 1) / shape_.tile_size();
     for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size(); tile <= last_tile; ++tile) {
       for (int64_t i = 0; i < num_rows; ++i) thread.visible[i] = visible(span, first_row + i, tile);
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
@@ -503,19 +506,22 @@ void check(const Call& call) {
 }
 
 void begin_step(CurrentStep& current, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
-                const std::vector<Tensor>& indices, const std::vector<Tensor>& tables) {
+                const std::optional<Tensor>& items, const std::vector<Tensor>& indices, const std::vector<Tensor>& tables) {
   check_whole(query_lens, "query lengths", 1, kLong);
   check_whole(kv_lens, "key lengths", 1, kLong);
   check_size(kv_lens, "key lengths", 0, query_lens.size(0));
+  if (items) check_whole(*items, "items", 1, kLong);
+  if (items) check_size(*items, "items", 0, query_lens.size(0));
   CHECK(block_size > 0 && block_size <= kMaxBlockSize, "the block size is ", block_size);
   CHECK(indices.size() == tables.size(), "every cache group needs indices and tables");
   const int64_t *lengths = query_lens.const_data_ptr<int64_t>(), *ends = kv_lens.const_data_ptr<int64_t>();
+  const int64_t* is_item = items ? items->const_data_ptr<int64_t>() : nullptr;
   const auto step = std::make_shared<Step>();
   step->block_size = int(block_size);
   for (int64_t s = 0; s < query_lens.size(0); ++s) {
     CHECK(0 < lengths[s] && lengths[s] <= ends[s] && ends[s] <= kMaxTokens, "a span has ", lengths[s], " of ",
                 ends[s], " tokens");
-    step->spans.push_back({step->num_rows, ends[s] - lengths[s], ends[s]});
+    step->spans.push_back({step->num_rows, ends[s] - lengths[s], ends[s], is_item && is_item[s]});
     step->num_rows += lengths[s];
   }
   for (size_t g = 0; g < indices.size(); ++g) step->groups.push_back(group_step(*step, indices[g], tables[g]));

@@ -13,9 +13,10 @@
 
 namespace inflight {
 
-// Tokens [start, end) of a sequence; the first is at index `row` of the row.
+// Tokens [start, end) of a sequence; the first is at index `row` of the row. They may be an item's last ones.
 struct Span {
   int64_t row, start, end;
+  bool is_item;
 };
 
 // One cache group's part of a step.
@@ -48,7 +49,7 @@ struct Call {
 void check(const Call& call);
 
 void begin_step(CurrentStep& step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
-                const std::vector<Tensor>& indices, const std::vector<Tensor>& tables);
+                const std::optional<Tensor>& items, const std::vector<Tensor>& indices, const std::vector<Tensor>& tables);
 
 // Store keys `[T, Hkv, Dk]` and values `[T, Hkv, Dv]` at the step's cache indices.
 void write(const Call& call, const Tensor& key, const Tensor& value);

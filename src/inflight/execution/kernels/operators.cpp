@@ -67,8 +67,8 @@ int64_t new_step() { return steps.add(std::make_shared<CurrentStep>()); }
 void delete_step(int64_t step) { steps.remove(step); }
 
 void begin_step(int64_t step, int64_t block_size, const Tensor& query_lens, const Tensor& kv_lens,
-                std::vector<Tensor> indices, std::vector<Tensor> tables) {
-  inflight::begin_step(*steps.get(step), block_size, query_lens, kv_lens, indices, tables);
+                const std::optional<Tensor>& items, std::vector<Tensor> indices, std::vector<Tensor> tables) {
+  inflight::begin_step(*steps.get(step), block_size, query_lens, kv_lens, items, indices, tables);
 }
 
 int64_t new_call(int64_t step, Sizes sizes, double scale, double softcap, int64_t group, const Tensor& stored,
@@ -82,6 +82,7 @@ int64_t new_call(int64_t step, Sizes sizes, double scale, double softcap, int64_
   return calls.add(call);
 }
 void delete_call(int64_t call) { calls.remove(call); }
+void see_items(int64_t call) { calls.get(call)->shape.sees_items = true; }
 
 void write(const Tensor& key, const Tensor& value, int64_t call) { inflight::write(*calls.get(call), key, value); }
 
@@ -331,11 +332,12 @@ const InflightOperator operators[] = {
     anywhere<num_lanes>("num_lanes() -> int"),
     anywhere<new_step>("new_step() -> int"),
     anywhere<delete_step>("delete_step(int step) -> ()"),
-    anywhere<begin_step>("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor[] indices, "
-                         "Tensor[] tables) -> ()"),
+    anywhere<begin_step>("begin_step(int step, int block_size, Tensor query_lens, Tensor kv_lens, Tensor? items, "
+                         "Tensor[] indices, Tensor[] tables) -> ()"),
     anywhere<new_call>("new_call(int step, int[] sizes, float scale, float softcap, int group, Tensor stored, "
                        "ScalarType dtype) -> int"),
     anywhere<delete_call>("delete_call(int call) -> ()"),
+    anywhere<see_items>("see_items(int call) -> ()"),
     on_cpu<write>("write(Tensor key, Tensor value, int call) -> ()"),
     on_cpu<attend>("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor"),
     anywhere<new_mixer_step>("new_mixer_step() -> int"),

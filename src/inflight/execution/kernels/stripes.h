@@ -27,6 +27,7 @@ struct Shape {
   float softcap;          // 0: none
   int block_size;
   bool is_causal;
+  bool sees_items = false;  // whether the tokens of an item, as an image, see each other
 
   int group_size() const { return num_heads / num_kv_heads; }
   int stripes_per_block() const { return (block_size + kLanes - 1) / kLanes; }
@@ -39,9 +40,9 @@ struct Shape {
     int64_t first = window ? std::max<int64_t>(0, position - window + 1) : 0;
     return chunk ? std::max(first, position / chunk * chunk) : first;
   }
-  // One more than the last that it sees, if its sequence has `length` keys by now.
-  int64_t end_visible(int64_t position, int64_t length) const {
-    if (is_causal) return position + 1;
+  // One more than the last that it sees, if its sequence has `length` keys by now; of an item, these end with it.
+  int64_t end_visible(int64_t position, int64_t length, bool is_item) const {
+    if (is_causal) return is_item && sees_items ? length : position + 1;
     const int64_t end = window ? std::min(length, position + window) : length;
     return chunk ? std::min(end, (position / chunk + 1) * chunk) : end;
   }

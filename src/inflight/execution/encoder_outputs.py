@@ -7,6 +7,7 @@ Each item is encoded alone, so its bits depend on no other.
 """
 
 import inspect
+import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -28,6 +29,13 @@ from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch
 
+OF_ITEMS = ("pooler_output", "last_hidden_state", "hidden_states", "attentions")
+DEEP = "deepstack_features"
+"""Fields of an encoder's output with a row for each placeholder, or internal to it."""
+PLACES = "placeholders"
+TYPES = "token_type_ids"
+"""The ending of the names of arguments with a type for each token."""
+
 NUM_AROUND = 8
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later requests."""
@@ -36,21 +44,23 @@ MAX_BYTES = 2**28
 @dataclass(frozen=True, slots=True)
 class _Rows:
     """An item's encoder output: a row `[hidden]` for each placeholder, and in some models one for each of a few layers
-    (DeepStack).
+    (DeepStack; None: the model has no such output).
 
     Attributes:
         kind: the class of the model's output.
         is_list: whether the model gives a list of one tensor for each item.
+        others: further tensors of the output, which do not depend on the item.
     """
 
     pooled: Tensor
-    deep: tuple[Tensor, ...]
+    deep: tuple[Tensor, ...] | None
     kind: type[ModelOutput]
     is_list: bool
+    others: Mapping[str, Any]
 
     @property
     def num_bytes(self) -> int:
-        return sum(each.nbytes for each in (self.pooled, *self.deep))
+        return sum(each.nbytes for each in (self.pooled, *(self.deep or ())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +116,8 @@ class EncoderOutputs:
         self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
         self._sequences: dict[int, _SequenceInputs] = {}  # by slot
         self._is_checked = False
-        self._ranges: str | None = None  # which tokens of an image see each other (see `_ranges`)
+        self._ranges: str | None = None  # which tokens of an image see each other (see `_ranges`); None: none
+        self._window = sys.maxsize  # the least of attention in which they do
         self._token_ids = {kind: placeholder_id(model.config, kind) for kind in ("image", "audio")}
 
     def take(self, plan: StepPlan) -> None:
@@ -138,7 +149,8 @@ class EncoderOutputs:
                 own[:, first:end] = sequence.positions_of(span.start, span.end)
                 for kind, places in sequence.places.items():
                     lowest, highest = np.searchsorted(places, (span.start, span.end))
-                    if lowest < highest:
+                    is_prompt = span.start < sequence.positions.shape[1]
+                    if lowest < highest or (is_prompt and sequence.rows[kind].others):
                         where = torch.from_numpy(places[lowest:highest] - span.start + first)
                         known.setdefault(kind, []).append((sequence.rows[kind], torch.arange(lowest, highest), where))
                 for name, types in sequence.types.items():
@@ -161,17 +173,17 @@ class EncoderOutputs:
         assert token_id is not None
         places = torch.eq(input_ids, token_id).nonzero()[:, 0]
         pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
-        deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep]
+        deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep or ()]
         for rows, which, where in parts:
             index = torch.searchsorted(places, where)
             pooled[index] = rows.pooled[which]
-            for target, source in zip(deep, rows.deep, strict=True):
+            for target, source in zip(deep, rows.deep or (), strict=True):
                 target[index] = source[which]
         contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
         given: dict[str, Any] = {"pooler_output": contained(pooled)}
-        if deep:
-            given["deepstack_features"] = [contained(each) for each in deep]
-        return like.kind(**given)
+        if like.deep is not None:
+            given[DEEP] = [contained(each) for each in deep]
+        return like.kind(**given, **like.others)
 
     def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
         """Encode a prompt's items before it is queued; return them with `whole`. Raises `InvalidRequestError` if the
@@ -185,8 +197,12 @@ class EncoderOutputs:
             raise InvalidRequestError(str(error)) from error
         except (RuntimeError, ValueError, TypeError, IndexError) as error:  # in the model's own code
             raise InvalidRequestError(f"the model cannot encode the images: {first_line(error)}") from error
-        ranges = {} if self._ranges is None else _ranges(sequence, 0, len(token_ids))
-        return replace(inputs, whole=ranges.get(self._ranges or "", ()))
+        if self._ranges is None:
+            return inputs
+        whole = _ranges(sequence, 0, len(token_ids))[self._ranges]
+        if (longest := max((end - start for start, end in whole), default=0)) > self._window:
+            raise InvalidRequestError(f"an image has {longest} tokens, more than the attention's window, {self._window}")
+        return replace(inputs, whole=whole)
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
@@ -228,9 +244,14 @@ class EncoderOutputs:
         def look(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
         ) -> Tensor:
-            later = torch.zeros(0) if mask is None else (mask[0, 0] >= 0).triu(1)
-            found = next((each for each in ranges if torch.equal(later, _within(ranges[each], len(row)))), None)
-            if found is None and (later.any() or not getattr(module, "is_causal", True)):
+            causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
+            visible, window = causal if mask is None else mask[0, 0] >= 0, kwargs.get("sliding_window")
+            sees_later = mask is not None and bool(visible.triu(1).any())
+            if sees_later and window is not None:
+                causal, self._window = causal.triu(1 - window), min(self._window, window)
+            alike = (each for each in ranges if torch.equal(visible, causal | _within(ranges[each], len(row))))
+            found = next(alike, None) if sees_later else None
+            if found is None and (sees_later or not getattr(module, "is_causal", True)):
                 raise ModelError(f"{name} lets tokens see others after them that are not of the same image")
             sees.append(found)
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
@@ -238,9 +259,9 @@ class EncoderOutputs:
         where = torch.from_numpy(places[:num_rows]) - start
         which = torch.arange(num_rows)
         types = {name: each[None, start:stop].repeat(1, 2) for name, each in sequence.types.items()}
-        positions = torch.arange(len(row))[None]
-        if len(sequence.positions) > 1:
-            positions = torch.cat([positions, sequence.positions[:, start:stop].repeat(1, 2)])
+        positions = sequence.positions[:, start:stop].repeat(1, 2)
+        if len(positions) == 1:
+            positions = torch.arange(len(row))[None]
         in_use = attention_in_use(self._model)
         use_attention(self._model, MASKED)
         try:
@@ -282,15 +303,17 @@ class EncoderOutputs:
         for kind in {item.kind for item in inputs.items}:
             items = [item for item in inputs.items if item.kind == kind]
             encoded = [self._encoded(item) for item in items]
+            deep = encoded[0].deep
             rows[kind] = _Rows(
                 torch.cat([each.pooled for each in encoded]),
-                tuple(map(torch.cat, zip(*(each.deep for each in encoded), strict=True))),
+                None if deep is None else tuple(map(torch.cat, zip(*(each.deep or () for each in encoded), strict=True))),
                 encoded[0].kind,
                 encoded[0].is_list,
+                encoded[0].others,
             )
             places[kind] = np.concatenate([np.asarray(item.places, dtype=np.int64) for item in items])
-        names = set(inspect.signature(self._model.forward).parameters)
-        types = {name: each[0] for name, each in given.items() if name in names and each.shape == (1, length)}
+        names = {name for name in inspect.signature(self._model.forward).parameters if name.endswith(TYPES)}
+        types = {name: each[0] for name, each in given.items() if name in names}
         return _SequenceInputs(rows, places, positions, types, inputs.whole)
 
     def _encoded(self, item: EncoderInput) -> _Rows:
@@ -309,8 +332,10 @@ class EncoderOutputs:
             output = encode(**given, return_dict=True)
         finally:
             restore_attention(model, in_use)
-        pooled, deep = output.pooler_output, getattr(output, "deepstack_features", None) or ()
-        rows = _Rows(_flat(pooled), tuple(map(_flat, deep)), type(output), not isinstance(pooled, Tensor))
+        pooled, deep = output.pooler_output, getattr(output, DEEP, None)
+        others = {name: each for name, each in output.items() if name not in (*OF_ITEMS, DEEP)}
+        layers = None if deep is None else tuple(map(_flat, deep))
+        rows = _Rows(_flat(pooled), layers, type(output), not isinstance(pooled, Tensor), others)
         if len(rows.pooled) != len(item.places):
             raise ModelError(
                 f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs"
@@ -322,25 +347,25 @@ class EncoderOutputs:
 
 
 def _ranges(sequence: _SequenceInputs, start: int, end: int) -> dict[str, list[tuple[int, int]]]:
-    """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders (""), or, for
-    an argument that tells types of tokens, neighbours of the placeholders' type."""
+    """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders, or, by an
+    argument that tells types of tokens, neighbours of the placeholders' type."""
     is_place = np.zeros(sequence.positions.shape[1], dtype=bool)
     for places in sequence.places.values():
         is_place[places] = True
     found = {name: (each == each[int(is_place.argmax())]).numpy() for name, each in sequence.types.items()}
     ranges = {}
-    for name, is_item in {"": is_place, **found}.items():
+    for name, is_item in {PLACES: is_place, **found}.items():
         borders = np.flatnonzero(np.diff(is_item[start:end], prepend=False, append=False)).tolist()
         ranges[name] = list(zip(borders[::2], borders[1::2], strict=True))
     return ranges
 
 
 def _within(ranges: Sequence[tuple[int, int]], length: int) -> Tensor:
-    """Which later tokens a token sees, `[length, length]` bool, if those of each range see each other."""
+    """Which tokens see each other, `[length, length]` bool, if those of each range do."""
     number = torch.full((length,), -1)
     for index, (start, end) in enumerate(ranges):
         number[start:end] = index
-    return ((number[:, None] == number) & (number >= 0)).triu(1)
+    return (number[:, None] == number) & (number >= 0)
 
 
 def _tensor(array: Array) -> Tensor:

@@ -100,10 +100,8 @@ class Processor:
     def _single(self, image: Image) -> tuple[int, Mapping[str, Array]]:
         """The number of an image's placeholder tokens, and what its encoder reads."""
         alone = self._process(self.placeholder, [image], add_special_tokens=False)
-        shape = alone["input_ids"].shape
-        by_token = [name for name, values in alone.items() if getattr(values, "shape", None) == shape]
         number = int((alone["input_ids"] == self._token_id).sum())
-        return number, _arrays(alone, without=(*_OF_THE_PROMPT, *by_token))
+        return number, _arrays(alone, without=_OF_THE_PROMPT)
 
     def _process(self, text: str, images: list[Image], add_special_tokens: bool) -> Mapping[str, Any]:
         try:

@@ -57,7 +57,7 @@ def with_processor(model_type: str) -> tuple[PreTrainedModel, ProcessorMixin]:
         images = Idefics3ImageProcessorPil(size={"longest_edge": 2 * SIDE}, max_image_size={"longest_edge": SIDE})
         processor = Idefics3Processor(images, tokenizer, image_seq_len=4)
     else:
-        processor = Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=4)
+        processor = Gemma3Processor(Gemma3ImageProcessorPil(size=size), tokenizer, image_seq_length=16)
     processor.chat_template = CHAT if model_type != "gemma3" else CHAT.replace(IMAGE_TOKEN, "<boi>")
     config = tiny_config(model_type)
     config.text_config.vocab_size = len(tokenizer)
@@ -66,6 +66,8 @@ def with_processor(model_type: str) -> tuple[PreTrainedModel, ProcessorMixin]:
             setattr(config, name, token_id)
     if model_type == "idefics3":
         config.scale_factor = 2
+    if model_type == "gemma3":
+        config.mm_tokens_per_image, config.text_config.sliding_window = 16, 20
     return sensitive_model(model_class(model_type), config)[0], processor
 
 

@@ -11,7 +11,6 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -206,23 +205,8 @@ class EncoderOutputs:
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
-        parts: list[tuple[int, int, int, bool]] = []  # span, number of tokens, of keys, whether they are an image's
-        for number, span in enumerate(batch.spans):
-            sequence = self._sequences.get(span.slot)
-            whole = () if sequence is None else sequence.whole
-            within = {each for borders in whole for each in borders if span.start < each < span.end}
-            for start, end in pairwise(sorted({span.start, span.end} | within)):
-                parts.append((number, end - start, end, any(first <= start < last for first, last in whole)))
-        if not any(is_item for *_, is_item in parts):
-            return batch
-        numbers, query_lens, kv_lens, items = np.array(parts, dtype=np.int64).T.copy()
-        groups = (
-            replace(each, block_tables=each.block_tables[numbers], block_tables_host=each.block_tables_host[numbers])
-            for each in batch.groups
-        )
-        return replace(
-            batch, query_lens_host=query_lens, kv_lens_host=kv_lens, items_host=items, groups=tuple(groups)
-        )
+        sequences = (self._sequences.get(span.slot) for span in batch.spans)
+        return batch.with_items([() if each is None else each.whole for each in sequences])
 
     @torch.inference_mode()
     def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs, num_rows: int) -> None:
@@ -240,19 +224,26 @@ class EncoderOutputs:
         row = torch.tensor([*token_ids[start:stop]] * 2, device=self._model.device)
         sees: list[str | None] = []  # by call: which ranges see each other
         name = type(self._model).__name__
+        refusal = ModelError(f"{name} lets tokens see others after them that are not of the same image")
 
         def look(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
         ) -> Tensor:
-            causal = torch.ones(len(row), len(row), dtype=torch.bool).tril()
-            visible, window = causal if mask is None else mask[0, 0] >= 0, kwargs.get("sliding_window")
-            sees_later = mask is not None and bool(visible.triu(1).any())
-            if sees_later and window is not None:
-                causal, self._window = causal.triu(1 - window), min(self._window, window)
-            alike = (each for each in ranges if torch.equal(visible, causal | _within(ranges[each], len(row))))
-            found = next(alike, None) if sees_later else None
-            if found is None and (sees_later or not getattr(module, "is_causal", True)):
-                raise ModelError(f"{name} lets tokens see others after them that are not of the same image")
+            found, window = None, kwargs.get("sliding_window") or len(row)
+            if mask is None and not getattr(module, "is_causal", True):
+                raise refusal
+            if mask is not None and (mask[0, 0] >= 0).triu(1).any():
+                every = torch.ones(len(row), len(row), dtype=torch.bool)
+                alike = (
+                    each
+                    for each in ranges
+                    if torch.equal(mask[0, 0] >= 0, (every.tril() | _within(ranges[each], len(row))).triu(1 - window))
+                )
+                found = next(alike, None)
+                if found is None:
+                    raise refusal
+                if end - begin <= window < len(row):  # longer images might be seen beyond the window
+                    self._window = min(self._window, window)
             sees.append(found)
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 

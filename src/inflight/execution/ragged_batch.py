@@ -1,7 +1,8 @@
 """`RaggedBatch`: a step's spans laid end to end in one unpadded row, as the tensors that a forward pass needs."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -112,6 +113,28 @@ class RaggedBatch:
             logit_positions_host=positions[logit_rows],
             logit_token_ids_host=input_ids[logit_rows],
             logit_targets_host=_targets(plan.spans, num_logit_rows),
+        )
+
+    def with_items(self, items: Sequence[Sequence[tuple[int, int]]]) -> "RaggedBatch":
+        """The same tokens, for attention: those of an item are a span of their own.
+
+        Args:
+            items: of each span's sequence, the ranges `[start, end)` of tokens that see each other.
+        """
+        parts: list[tuple[int, int, int, bool]] = []  # span, number of tokens, of keys, whether they are an item's
+        for number, (span, ranges) in enumerate(zip(self.spans, items, strict=True)):
+            within = {each for borders in ranges for each in borders if span.start < each < span.end}
+            for start, end in pairwise(sorted({span.start, span.end} | within)):
+                parts.append((number, end - start, end, any(first <= start < last for first, last in ranges)))
+        if not any(is_item for *_, is_item in parts):
+            return self
+        numbers, query_lens, kv_lens, items_host = np.array(parts, dtype=np.int64).T.copy()
+        groups = (
+            replace(each, block_tables=each.block_tables[numbers], block_tables_host=each.block_tables_host[numbers])
+            for each in self.groups
+        )
+        return replace(
+            self, query_lens_host=query_lens, kv_lens_host=kv_lens, items_host=items_host, groups=tuple(groups)
         )
 
 

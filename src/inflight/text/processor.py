@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import base64
 import binascii
+import copy
 import io
 import os
 import re
 import threading
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
@@ -30,6 +32,8 @@ ImageSource: TypeAlias = Any
 uint8."""
 
 SAMPLE_SIDE = 64
+MAX_BYTES = 2**26
+"""Results of an image processor that are kept."""
 IMAGE = "<image>"
 BEFORE, AFTER = "Quixotic", "Zephyrus"
 """Words that no chat template contains."""
@@ -49,7 +53,8 @@ class Processor:
     """
 
     def __init__(self, inner: ProcessorMixin, token_id: int | None = None) -> None:
-        self.inner = inner
+        self.inner = copy.copy(inner)
+        self.inner.image_processor = _Remembering(inner.image_processor)
         self._given_token_id = token_id
         self._lock = threading.Lock()
 
@@ -155,8 +160,46 @@ class Processor:
         return str(self.inner.image_processor.to_json_string()).encode()
 
     def _digest(self, image: Image) -> bytes:
-        head = f"{image.mode} {image.size}".encode()
-        return blake2b(self._settings + head + image.tobytes(), digest_size=32).digest()
+        digest = blake2b(self._settings, digest_size=32)
+        _add(digest, image)
+        return digest.digest()
+
+
+class _Remembering:
+    """An image processor that keeps its last results: each image of a prompt is read with the others and alone, and
+    again with the next question about it."""
+
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self._kept: OrderedDict[bytes, tuple[int, Any]] = OrderedDict()  # bytes and results, the latest last
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def __call__(self, images: Any, *args: Any, **kwargs: Any) -> Any:
+        digest = blake2b(repr((args, sorted(kwargs.items()))).encode(), digest_size=32)
+        _add(digest, images)
+        key = digest.digest()
+        if key not in self._kept:
+            result = self._inner(images, *args, **kwargs)
+            self._kept[key] = sum(getattr(each, "nbytes", 0) for each in result.values()), result
+            while len(self._kept) > 1 and sum(size for size, _ in self._kept.values()) > MAX_BYTES:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        result = copy.copy(self._kept[key][1])
+        result.data = dict(result.data)  # processors take entries out
+        return result
+
+
+def _add(digest: blake2b, images: Any) -> None:
+    """Add Pillow images, in lists of any depth, to a digest."""
+    if isinstance(images, list | tuple):
+        digest.update(f"{len(images)} of".encode())
+        for each in images:
+            _add(digest, each)
+    else:
+        digest.update(f"{images.mode} {images.size}".encode())
+        digest.update(images.tobytes())
 
 
 def open_image(source: ImageSource) -> Image:

@@ -61,7 +61,9 @@ def test_they_go_together_with(options: dict[str, Any]) -> None:
 
 def test_an_image_that_fits_no_step_or_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     few = made(max_num_batched_tokens=20, max_num_seqs=6, num_blocks=100)
-    with pytest.raises(InvalidRequestError, match=r"an image has 16 tokens that see each other; a step has room for 15"):
+    with pytest.raises(
+        InvalidRequestError, match=r"an image has 16 tokens that see each other; a step has room for 15"
+    ):
         answers(few, prompts()[1:2])
     narrow = made(num_blocks=100)
     answers(narrow, prompts()[1:2])

@@ -28,6 +28,16 @@ differ. Where one of them is small, "exact" says less.
 """
 
 
+WITH_IMAGES = """\
+For {classes}: a tiny model with random weights, rescaled until its next token depends on tokens far back, answers five
+prompts with up to three images of odd sizes through `LLM(model, processor)` in float32; the processor is the class's
+own, with tiny settings. They run beside each other, in chunks that end within images (or, where the tokens of an image
+see each other, in one piece), and again from the cache. **Exact**: every token is that of the plain model's `generate`,
+or within 1e-4 of its logits' range of it. *Context*, *variety*: how much the model depends on its context, as in the
+census of text.
+"""
+
+
 def versions() -> dict[str, str]:
     """Return the versions for which the findings hold."""
     return {
@@ -43,21 +53,26 @@ def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
     return json.dumps({"versions": made_with, "findings": [asdict(each) for each in _ordered(findings)]}, indent=2)
 
 
-def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: Sequence[str] = ()) -> str:
+def to_markdown(
+    findings: Iterable[Finding], made_with: dict[str, str], names: Sequence[str] = (), images: bool = False
+) -> str:
     """Return the document: versions, summary, and a table for each kind of outcome.
 
     Args:
         names: the classes and model types that were asked for; none: all were.
+        images: whether the classes were examined with images.
     """
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     inexact = [each for each in causal if each.outcome != "exact"]
     num_tokens, num_ties = sum(each.num_tokens for each in findings), sum(each.num_near_ties for each in findings)
     parts = [
-        _introduction(names),
+        _introduction(names, images),
         ", ".join(f"{name} {value}" for name, value in made_with.items()) + "\n",
         f"**{summary(findings)}**\n",
-        f"{num_tokens:,} tokens were compared; {num_ties} of them are not the argmax of the one pass, but as good.\n",
+        f"{num_tokens:,} tokens were compared"
+        + ("" if images else f"; {num_ties} of them are not the argmax of the one pass, but as good")
+        + ".\n",
     ]
     with_peer = any(each.peer for each in findings)
     if exact := [each for each in causal if each.outcome == "exact"]:
@@ -71,15 +86,20 @@ def to_markdown(findings: Iterable[Finding], made_with: dict[str, str], names: S
     return "\n".join(parts)
 
 
-def _introduction(names: Sequence[str]) -> str:
-    options = "".join(f" --class {name}" for name in names) or " --output benchmarks/results/census.md"
-    classes = "every class that `transformers` maps to a causal language model or to a multimodal one, given text alone"
+def _introduction(names: Sequence[str], images: bool) -> str:
+    path = f"benchmarks/results/census{'_images' if images else ''}.md"
+    options = " --images" * images + ("".join(f" --class {name}" for name in names) or f" --output {path}")
+    whole = "a causal language model or to a multimodal one, given text alone"
+    some = "causal language models and to multimodal ones, given text alone"
+    if images:
+        whole, some = "image-text-to-text", "image-text-to-text"
+    classes = f"every class that `transformers` maps to {whole}"
     if names:
-        classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to causal "
-        classes += "language models and to multimodal ones, given text alone"
-    text = textwrap.fill(INTRODUCTION.format(classes=classes), 120, break_long_words=False, break_on_hyphens=False)
+        classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to {some}"
+    template = WITH_IMAGES if images else INTRODUCTION
+    text = textwrap.fill(template.format(classes=classes), 120, break_long_words=False, break_on_hyphens=False)
     made = f"Made by `inflight census{options}`; not edited by hand."
-    return f"# Census of language models\n\n{made}\n\n{text}\n"
+    return f"# Census of language models{' with images' * images}\n\n{made}\n\n{text}\n"
 
 
 def summary(findings: Sequence[Finding]) -> str:

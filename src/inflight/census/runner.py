@@ -18,6 +18,7 @@ def run_census(
     timeout: float,
     jobs: int = 1,
     peer: bool = False,
+    images: bool = False,
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
     """Examine `classes` (model type to class name), `jobs` at a time, and returns findings in their order.
@@ -25,11 +26,12 @@ def run_census(
     Args:
         timeout: seconds that each class may take, including imports.
         peer: whether `transformers`' own continuous batching runs each model, too.
+        images: whether the classes are examined with images.
         on_finding: called with each finding as it arrives, from some thread.
     """
 
     def one(model_type: str) -> Finding:
-        finding = examine_apart(model_type, classes[model_type], timeout, peer)
+        finding = examine_apart(model_type, classes[model_type], timeout, peer, images)
         on_finding(finding)
         return finding
 
@@ -37,13 +39,16 @@ def run_census(
         return list(pool.map(one, classes))
 
 
-def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False) -> Finding:
+def examine_apart(
+    model_type: str, model_class: str, timeout: float, peer: bool = False, images: bool = False
+) -> Finding:
     """Examine one class in its own process; without an answer, the finding says how it ended.
 
     Args:
         timeout: seconds to wait for it.
     """
-    command = [sys.executable, "-m", "inflight.census", model_type, *(["--peer"] if peer else [])]
+    options = ["--peer"] * peer + ["--images"] * images
+    command = [sys.executable, "-m", "inflight.census", model_type, *options]
     start = time.monotonic()
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | ENVIRONMENT

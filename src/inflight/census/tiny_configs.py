@@ -17,11 +17,15 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """The class of each model type that writes text: of text alone where there is one."""
+
+IMAGE_CLASSES: dict[str, str] = dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+"""The class of each model type that reads images and writes text."""
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4
@@ -212,11 +216,16 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
 
 def tiny_config(model_type: str) -> PreTrainedConfig:
     """Return a tiny configuration that `model_class` takes. Passes on errors of the config class."""
-    config = _tiny(CONFIG_MAPPING[model_type], EXCEPTIONS.get(model_type, {}))
+    config = whole_config(model_type)
     wanted = model_class(model_type).config_class
     if not isinstance(config, wanted):  # the language model within a larger model
         return next((part for part in _parts(config).values() if isinstance(part, wanted)), config)
     return config
+
+
+def whole_config(model_type: str) -> PreTrainedConfig:
+    """Return a tiny configuration of a model type, or of a part of one."""
+    return _tiny(CONFIG_MAPPING[model_type], EXCEPTIONS.get(model_type, {}))
 
 
 def model_class(model_type: str) -> type[PreTrainedModel]:

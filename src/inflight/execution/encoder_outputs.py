@@ -200,7 +200,9 @@ class EncoderOutputs:
             return inputs
         whole = _ranges(sequence, 0, len(token_ids))[self._ranges]
         if (longest := max((end - start for start, end in whole), default=0)) > self._window:
-            raise InvalidRequestError(f"an image has {longest} tokens, more than the attention's window, {self._window}")
+            raise InvalidRequestError(
+                f"an image has {longest} tokens, more than the attention's window, {self._window}"
+            )
         return replace(inputs, whole=whole)
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
@@ -297,7 +299,9 @@ class EncoderOutputs:
             deep = encoded[0].deep
             rows[kind] = _Rows(
                 torch.cat([each.pooled for each in encoded]),
-                None if deep is None else tuple(map(torch.cat, zip(*(each.deep or () for each in encoded), strict=True))),
+                None
+                if deep is None
+                else tuple(map(torch.cat, zip(*(each.deep or () for each in encoded), strict=True))),
                 encoded[0].kind,
                 encoded[0].is_list,
                 encoded[0].others,

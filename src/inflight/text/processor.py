@@ -89,7 +89,7 @@ class Processor:
             whole = self._process(text, opened, add_special_tokens)
             token_ids: list[int] = whole["input_ids"][0].tolist()
             singles = [self._single(each) for each in opened]
-        places = [place for place, token_id in enumerate(token_ids) if token_id == self._token_id]
+        places = [place for place, token_id in enumerate(token_ids) if token_id == self.token_id]
         numbers = [number for number, _ in singles]
         if len(places) != sum(numbers):
             raise InvalidRequestError(
@@ -105,7 +105,7 @@ class Processor:
     def _single(self, image: Image) -> tuple[int, Mapping[str, Array]]:
         """The number of an image's placeholder tokens, and what its encoder reads."""
         alone = self._process(self.placeholder, [image], add_special_tokens=False)
-        number = int((alone["input_ids"] == self._token_id).sum())
+        number = int((alone["input_ids"] == self.token_id).sum())
         return number, _arrays(alone, without=_OF_THE_PROMPT)
 
     def _process(self, text: str, images: list[Image], add_special_tokens: bool) -> Mapping[str, Any]:
@@ -122,7 +122,7 @@ class Processor:
         return processed
 
     @cached_property
-    def _token_id(self) -> int:
+    def token_id(self) -> int:
         """The placeholder token. Gemma 3's processor names another one, which begins an image."""
         if self._given_token_id is not None:
             return self._given_token_id

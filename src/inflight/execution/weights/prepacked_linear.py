@@ -73,7 +73,7 @@ class WeightLayout:
         each = numbers.reshape(-1)  # indexing by a single number would read its value
         rows = self.elements[self.row_places[each][:, None] + self.column_places]
         rows = rows if self.scales is None else rows * self.scales[each][:, None]
-        return rows.view(*numbers.shape, -1)
+        return rows.view(*numbers.shape, len(self.column_places))
 
 
 class PrepackedLinear(nn.Module, ABC):

@@ -1,0 +1,125 @@
+"""Examines a class with images: compares the engine's tokens with those of the plain model's `generate`."""
+
+import copy
+import time
+from dataclasses import replace
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel, ProcessorMixin
+
+from inflight.census.finding import Finding, first_line
+from inflight.census.sensitive import sensitive_model
+from inflight.census.tiny_configs import IMAGE_CLASSES
+from inflight.census.tiny_processors import multimodal_class, random_image, tiny_with_processor
+from inflight.contracts.api.errors import InvalidRequestError, ModelError
+from inflight.contracts.api.params import SamplingParams
+from inflight.entrypoints.llm import LLM
+from inflight.execution.hf.model_call import forward_parameters
+from inflight.text.processor import Processor
+
+NUM_TOKENS = 8
+NEAR_TIE = 1e-4
+TEXTS: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("The quick", ()),
+    ("What is {0} fox", (0,)),
+    ("{0} and {0}?", (1, 2)),
+    ("What is {0} fox, and why", (0,)),
+    ("a{0}b{0}c{0}", (2, 0, 1)),
+)
+"""Prompts, and the numbers of their images."""
+BUDGETS = (24, 1024)
+"""Tokens of a step: chunks end within images; or, where images run whole, room for the largest."""
+
+
+def examine_images(model_type: str) -> Finding:
+    """Examine a class of `IMAGE_CLASSES` with images."""
+    start = time.perf_counter()
+    finding = Finding(model_type, IMAGE_CLASSES[model_type], "not built")
+    try:
+        config, processor = tiny_with_processor(model_type)
+        if config.is_encoder_decoder:
+            return replace(finding, outcome="not causal", reason="it is an encoder-decoder")
+        model, sensitivity = sensitive_model(multimodal_class(model_type), config)
+        finding = replace(
+            finding,
+            num_parameters=model.num_parameters(),
+            share_changed=sensitivity.share_changed,
+            num_distinct=sensitivity.num_distinct,
+            factor=sensitivity.factor,
+        )
+        expected = [_plain(model, processor, text, numbers) for text, numbers in _prompts(processor)]
+        finding = _compared(model, processor, expected, replace(finding, outcome="failed"))
+    except Exception as error:
+        finding = replace(finding, reason=first_line(error))
+    return replace(finding, seconds=time.perf_counter() - start)
+
+
+def _prompts(processor: ProcessorMixin) -> list[tuple[str, tuple[int, ...]]]:
+    placeholder = Processor(processor).placeholder
+    return [(text.format(placeholder), numbers) for text, numbers in TEXTS]
+
+
+@torch.no_grad()
+def _plain(
+    model: PreTrainedModel, processor: ProcessorMixin, text: str, numbers: tuple[int, ...]
+) -> tuple[list[int], torch.Tensor]:
+    """The plain model's tokens, and the logits `[NUM_TOKENS, V]` from which they were chosen."""
+    if numbers:
+        types = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in forward_parameters(model) else {}
+        images = [random_image(number) for number in numbers]
+        read: Any = processor(text=text, images=images, return_tensors="pt", **types)
+    else:
+        read = processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+    output: Any = copy.deepcopy(model).generate(
+        **read,
+        max_new_tokens=NUM_TOKENS,
+        do_sample=False,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return output.sequences[0, read["input_ids"].shape[1] :].tolist(), torch.cat(output.logits)
+
+
+def _compared(
+    model: PreTrainedModel, processor: ProcessorMixin, expected: list[tuple[list[int], torch.Tensor]], finding: Finding
+) -> Finding:
+    """Run the engine, twice: the second time with prefixes from the cache."""
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    prompts = [
+        {"prompt": text, "images": [random_image(number) for number in numbers]} if numbers else text
+        for text, numbers in _prompts(processor)
+    ]
+    for budget in BUDGETS:
+        options = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "num_blocks": 1600, "block_size": 4}
+        try:
+            llm = LLM(copy.deepcopy(model), processor, **options)
+            finding = replace(finding, executor=llm.model_info.executor, is_recorded=llm.model_info.is_recorded)
+            for which in ("", ", from the cache"):
+                outputs = llm.generate(prompts, params, use_tqdm=False)
+                answers = [list(output.outputs[0].token_ids) for output in outputs]
+                wrong = [
+                    number
+                    for number, (own, (plain, logits)) in enumerate(zip(answers, expected, strict=True))
+                    if not _is_as_good(own, plain, logits)
+                ]
+                if wrong:
+                    return replace(finding, outcome="wrong", reason=f"prompts {wrong}{which}")
+            num_tokens = 2 * NUM_TOKENS * len(prompts)
+            return replace(finding, outcome="exact", num_tokens=num_tokens, in_one_piece=budget != BUDGETS[0])
+        except (ModelError, InvalidRequestError) as error:
+            finding = replace(finding, outcome="refused", reason=first_line(error))
+            if "see each other" not in finding.reason:
+                break
+    return finding
+
+
+def _is_as_good(tokens: list[int], plain: list[int], logits: torch.Tensor) -> bool:
+    """Whether tokens are the plain model's, up to the first that is as good within the tolerance."""
+    if len(tokens) != len(plain):
+        return False
+    for own, other, row in zip(tokens, plain, logits, strict=True):
+        if own != other:
+            finite = row[torch.isfinite(row)]
+            return bool(row[other] - row[own] <= NEAR_TIE * (finite.max() - finite.min()))
+    return True

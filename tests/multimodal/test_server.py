@@ -27,7 +27,8 @@ def server() -> Iterator[RunningServer]:
     model, processor = with_processor("llava")
     processor = copy.copy(processor)
     processor.chat_template = TEMPLATE
-    llm = AsyncLLM(copy.deepcopy(model), processor, in_process=True, num_blocks=400)
+    limit = {"image": 2}
+    llm = AsyncLLM(copy.deepcopy(model), processor, in_process=True, num_blocks=400, limit_mm_per_prompt=limit)
     with RunningServer(llm, model_name="m") as running:
         yield running
 
@@ -133,6 +134,23 @@ def test_other_images_are_refused_or_left_out(server: RunningServer) -> None:
     spoofed = post({"type": "text", "text": "\ufdd0" + "0" * 32 + "\ufdd0"})
     assert spoofed.status_code == 200
     assert spoofed.headers["x-inflight-ignored-fields"] == "image"
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_more_images_than_the_limit_are_refused_before_they_are_read(server: RunningServer, path: str) -> None:
+    broken = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    address = f"data:image/png;base64,{broken['data']}"
+    parts: dict[str, Any] = {
+        "chat/completions": {"type": "image_url", "image_url": {"url": address}},
+        "responses": {"type": "input_image", "image_url": address},
+        "messages": {"type": "image", "source": broken},
+    }
+    turns = [{"role": "user", "content": [parts[path]] * 3}]
+    body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 1}
+    refused = server.http.post(f"/v1/{path}", json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.endswith("the prompt has 3 images; at most 2 are accepted (limit_mm_per_prompt)")
 
 
 def test_a_text_only_model_gets_a_text_instead_of_an_image() -> None:

@@ -44,7 +44,12 @@ class Processor:
 
     Args:
         inner: a loaded one.
+
+    Attributes:
+        most_images: the most images of a prompt; None: no limit.
     """
+
+    most_images: int | None = None
 
     def __init__(self, inner: ProcessorMixin) -> None:
         self.inner = inner
@@ -73,8 +78,12 @@ class Processor:
         """The token ids of a text, with placeholders for its images, and what the model needs of these.
 
         Raises:
-            InvalidRequestError: an image cannot be read, or the text has not as many places as there are images.
+            InvalidRequestError: there are too many images, one cannot be read, or the text has not as many places.
         """
+        if self.most_images is not None and len(images) > self.most_images:
+            raise InvalidRequestError(
+                f"the prompt has {len(images)} images; at most {self.most_images} are accepted (limit_mm_per_prompt)"
+            )
         opened = [open_image(each) for each in images]
         with self._lock:
             whole = self._process(text, opened, add_special_tokens)

@@ -14,7 +14,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
@@ -165,7 +164,7 @@ def open_image(source: ImageSource) -> Image:
         elif isinstance(source, str) and (head := _DATA_URL.match(source)):
             image = PIL.Image.open(io.BytesIO(base64.b64decode(source[head.end() :], validate=True)))
         elif isinstance(source, str | os.PathLike):
-            image = PIL.Image.open(Path(source).expanduser())
+            image = PIL.Image.open(os.path.expanduser(source))
         else:
             image = PIL.Image.fromarray(source)
         if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):

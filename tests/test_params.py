@@ -187,6 +187,7 @@ BAD_CONFIG = {
     "load_format": ["safetensors", None],
     "attention_backend": ["flash", None],
     "max_model_len": [0, -1, 1.0, True, "8", NAN, INF],
+    "limit_mm_per_prompt": [4, {"image": -1}, {"image": True}, {"image": "4"}, {"page": 1}, [("image", 4)]],
     "max_num_seqs": [0, -1, 1.0, True, None, "8", NAN, INF],
     "max_num_batched_tokens": [0, -1, 1.0, True, None, "8", NAN, INF],
     "block_size": [0, -1, 1.0, True, None, "8", NAN, INF],

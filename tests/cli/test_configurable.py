@@ -20,6 +20,8 @@ ui = false
 strict = true
 cors-origin = ["http://a", "http://b"]
 request-timeout = 2.5
+adapter = ["tales=./tales"]
+limit-mm-per-prompt = '{"image": 4}'
 """
 
 
@@ -52,6 +54,7 @@ def test_a_file_has_options(tmp_path: Path, given: dict[str, Any]) -> None:
     assert (given["max_num_seqs"], given["max_body_size"], given["request_timeout"]) == (12, 4 * 2**20, 2.5)
     assert (given["ui"], given["strict"], given["log_text"]) == (False, True, None)
     assert given["cors_origins"] == ("http://a", "http://b")
+    assert (given["adapters"], given["limit_mm_per_prompt"]) == ({"tales": "./tales"}, {"image": 4})
 
 
 def test_variables_count_more_than_the_file_and_the_command_line_most(tmp_path: Path, given: dict[str, Any]) -> None:
@@ -73,6 +76,7 @@ def test_what_applies_can_be_printed_and_read_again(tmp_path: Path, given: dict[
     lines = printed.output.splitlines()
     assert "port = 8003" in lines
     assert 'cors-origin = ["http://a", "http://b"]' in lines
+    assert {'adapter = ["tales=./tales"]', 'limit-mm-per-prompt = "image=4"'} <= set(lines)
     assert '# host = ["127.0.0.1"]' in lines
     assert run("--config", file(tmp_path, printed.output)).exit_code == 0
     first = dict(given)
@@ -92,6 +96,7 @@ def test_what_applies_can_be_printed_and_read_again(tmp_path: Path, given: dict[
         ("[serve]\nport = 1", "there is no option 'serve'"),
         ("port = ", "is not TOML"),
         ("port = 70000", "70000 is not in the range"),
+        ('limit-mm-per-prompt = "4"', "'4' is no limit; give JSON"),
         ('config = "b.toml"', "there is no option 'config'"),
     ],
 )

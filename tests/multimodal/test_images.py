@@ -214,3 +214,15 @@ def test_what_a_model_cannot_do_with_images_is_refused() -> None:
     text_only = LLM(tiny("qwen3"), processor, num_blocks=100)
     with pytest.raises(InvalidRequestError, match="has no encoder for them"):
         text_only.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)
+
+
+def test_more_images_than_the_limit_are_refused_before_they_are_read() -> None:
+    model, processor = with_processor("llava")
+    llm = LLM(copy.deepcopy(model), processor, num_blocks=100, limit_mm_per_prompt={"image": 2})
+    assert len(answers(llm, [prompt_of(*PROMPTS[2])])[0]) == 12, "as many as the limit"
+    refusal = r"the prompt has 3 images; at most 2 are accepted \(limit_mm_per_prompt\)"
+    with pytest.raises(InvalidRequestError, match=refusal):
+        llm.generate({"prompt": "<image>" * 3, "images": [b"not an image"] * 3}, GREEDY, use_tqdm=False)
+    turns = [{"role": "user", "content": [{"type": "image", "image": b"not an image"}]} for _ in range(3)]
+    with pytest.raises(InvalidRequestError, match=refusal):
+        llm.chat(turns, GREEDY, use_tqdm=False)

@@ -4,14 +4,18 @@ import base64
 import copy
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import anthropic
 import pytest
 
 from inflight import LLM, AsyncLLM, SamplingParams
+from tests.command import Command, command
 from tests.multimodal.models import image, with_processor
 from tests.server.serving import RunningServer
+
+__all__ = ["command"]
 
 NUM_TOKENS = 6
 TEMPLATE = (
@@ -27,7 +31,8 @@ def server() -> Iterator[RunningServer]:
     model, processor = with_processor("llava")
     processor = copy.copy(processor)
     processor.chat_template = TEMPLATE
-    llm = AsyncLLM(copy.deepcopy(model), processor, in_process=True, num_blocks=400)
+    limit = {"image": 2}
+    llm = AsyncLLM(copy.deepcopy(model), processor, in_process=True, num_blocks=400, limit_mm_per_prompt=limit)
     with RunningServer(llm, model_name="m") as running:
         yield running
 
@@ -100,6 +105,25 @@ def test_messages(server: RunningServer, expected: str) -> None:
     )
 
 
+def test_the_chat_in_the_terminal(server: RunningServer, tmp_path: Path, command: Command) -> None:
+    file, options = tmp_path / "a page.png", ["--max-tokens", NUM_TOKENS, "--temperature", 0]
+    image(0).save(file)
+    lines = f"/image {file}\nWhat is this?\n"
+    done = command("chat", "--url", server.url, *options, stdin=lines)
+    content: list[Any] = [
+        {"type": "image_url", "image_url": {"url": url(0)}},
+        {"type": "text", "text": "What is this?"},
+    ]
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": NUM_TOKENS, "temperature": 0}
+    (choice,) = server.http.post("/v1/chat/completions", json=body).json()["choices"]
+    assert done.stdout == choice["message"]["content"] + "\n", done.stderr
+    for path, message in ((tmp_path / "absent.png", "No such file"), (Path(__file__), "is not the name of one")):
+        refused = command("chat", "--url", server.url, stdin=f"/image {path}\n")
+        assert refused.returncode == 2
+        assert "an image cannot be read: " in refused.stderr
+        assert message in refused.stderr
+
+
 def test_an_image_in_a_tool_result_reaches_the_model(server: RunningServer) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "look", "arguments": "{}"}}
 
@@ -135,7 +159,24 @@ def test_other_images_are_refused_or_left_out(server: RunningServer) -> None:
     assert spoofed.headers["x-inflight-ignored-fields"] == "image"
 
 
-def test_a_text_only_model_gets_a_text_instead_of_an_image() -> None:
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_more_images_than_the_limit_are_refused_before_they_are_read(server: RunningServer, path: str) -> None:
+    broken = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    address = f"data:image/png;base64,{broken['data']}"
+    parts: dict[str, Any] = {
+        "chat/completions": {"type": "image_url", "image_url": {"url": address}},
+        "responses": {"type": "input_image", "image_url": address},
+        "messages": {"type": "image", "source": broken},
+    }
+    turns = [{"role": "user", "content": [parts[path]] * 3}]
+    body = {"input": turns} if path == "responses" else {"messages": turns, "max_tokens": 1}
+    refused = server.http.post(f"/v1/{path}", json=body)
+    assert refused.status_code == 400
+    message = refused.json()["error"]["message"]
+    assert message.endswith("the prompt has 3 images; at most 2 are accepted (limit_mm_per_prompt)")
+
+
+def test_a_text_only_model_gets_a_text_instead_of_an_image(command: Command) -> None:
     with RunningServer(AsyncLLM(num_blocks=400), model_name="m") as server:
         content = [{"type": "text", "text": "A"}, {"type": "image_url", "image_url": {"url": url(0)}}]
         body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1, "return_token_ids": True}
@@ -144,3 +185,5 @@ def test_a_text_only_model_gets_a_text_instead_of_an_image() -> None:
         assert response.headers["x-inflight-ignored-fields"] == "image"
         assert server.llm.tokenizer is not None
         assert OMITTED in server.llm.tokenizer.decode(response.json()["prompt_token_ids"])
+        refused = command("chat", "--url", server.url, stdin="/image page.png\n")
+        assert "there can be no images: m reads none" in refused.stderr

@@ -21,7 +21,8 @@ from tests.text.tokenizers_for_tests import byte_level
 def test_the_model_is_found_by_any_of_its_names(server: RunningServer) -> None:
     (card,) = server.client.models.list()
     assert (card.id, card.object, card.owned_by) == ("stories", "model", "inflight")
-    assert card.model_extra == {"max_model_len": 1024, "root": "stories", "parent": None}
+    of_model = {"max_model_len": 1024, "input_modalities": []}
+    assert card.model_extra == {**of_model, "root": "stories", "parent": None}
     assert server.client.models.retrieve("inflight/stories") == card
     for name in ("stories", "inflight/stories", None):
         assert server.complete(prompt="a", max_tokens=1, model=name)["model"] == "stories"

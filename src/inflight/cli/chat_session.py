@@ -5,14 +5,20 @@ answers.
 """
 
 import asyncio
+import base64
 import json
+import mimetypes
+import os
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import aclosing, closing
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from inflight.engine.admission import why_no_images
 from inflight.loadtest.openai_client import OpenAIClient, ServerError
+from inflight.text.processor import open_image
 
 if TYPE_CHECKING:
     from inflight.contracts.api.params import SamplingParams
@@ -22,12 +28,14 @@ HELP = """\
 /help              show this help
 /reset             forget the conversation
 /system TEXT       use TEXT as the system prompt from now on; without TEXT, use none
+/image PATH        attach an image to the next message; without PATH, attach none
 /params            show the sampling parameters
 /params KEY=VALUE  set a parameter, such as temperature=0.7; KEY= restores the default
 /quit              end the chat (so does Ctrl-D)
 Ctrl-C stops an answer. Put a space before a message that begins with /."""
 
-Messages = list[dict[str, str]]
+Messages = list[dict[str, Any]]
+T = TypeVar("T")
 
 
 class AnswerError(Exception):
@@ -44,6 +52,9 @@ class ChatBackend(Protocol):
 
     def check_system(self, text: str) -> None:
         """Raise `ValueError` if system prompts are not supported."""
+
+    def image_part(self, path: Path) -> dict[str, Any]:
+        """Return an image as a part of a message. Raises `ValueError` if it, or any, cannot be read."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         """Stream the answer and return its finish reason. Raises `AnswerError`, `ValueError`."""
@@ -62,6 +73,11 @@ class EngineAnswerer:
     def check_system(self, text: str) -> None:
         if self._llm.tokenizer is not None:
             self._llm.tokenizer.chat([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
+
+    def image_part(self, path: Path) -> dict[str, Any]:
+        if (why_not := why_no_images(self._llm.model_info)) is not None:
+            raise ValueError(f"there can be no images: {why_not}")
+        return {"type": "image", "image": open_image(path)}
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         finish_reason = None
@@ -86,7 +102,7 @@ class ServerAnswerer:
 
     def __init__(self, base_url: str, model: str | None, api_key: str | None) -> None:
         self._base_url, self._api_key = base_url, api_key
-        self._model = model or asyncio.run(self._first_model())
+        self._model = model or asyncio.run(self._ask(OpenAIClient.first_model))
         self.name = f"{self._model} at {base_url}"
 
     def check(self, params: Mapping[str, Any]) -> None:
@@ -94,6 +110,21 @@ class ServerAnswerer:
 
     def check_system(self, text: str) -> None:
         pass
+
+    def image_part(self, path: Path) -> dict[str, Any]:
+        modalities = None
+        with suppress(AnswerError):  # not every server has this endpoint
+            modalities = asyncio.run(self._ask(lambda client: client.card(self._model))).input_modalities
+        if modalities is not None and "image" not in modalities:
+            raise ValueError(f"there can be no images: {self._model} reads none")
+        try:
+            data = base64.b64encode(path.read_bytes()).decode()
+        except OSError as error:
+            raise ValueError(f"an image cannot be read: {error}") from error
+        kind = mimetypes.guess_type(path.name, strict=False)[0] or ""
+        if not kind.startswith("image/"):
+            raise ValueError(f"an image cannot be read: {path.name!r} is not the name of one")
+        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         body = json.dumps({"model": self._model, "messages": messages, "stream": True, **params})
@@ -114,10 +145,10 @@ class ServerAnswerer:
             raise AnswerError(str(error)) from error
         return finish_reason
 
-    async def _first_model(self) -> str:
+    async def _ask(self, question: Callable[[OpenAIClient], Awaitable[T]]) -> T:
         try:
             async with OpenAIClient(self._base_url, self._api_key) as client:
-                return await client.first_model()
+                return await question(client)
         except ServerError as error:
             raise AnswerError(f"{self._base_url}: {error}") from error
 
@@ -130,12 +161,14 @@ class ChatSession:
         system: the system prompt; None: there is none.
         params: the sampling parameters that were set.
         messages: the conversation, without the system prompt.
+        images: parts of the next message.
     """
 
     answerer: ChatBackend
     system: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     messages: Messages = field(default_factory=list)
+    images: list[dict[str, Any]] = field(default_factory=list)
 
     def take(self, line: str) -> bool:
         """Handle a line and return whether the chat continues.
@@ -157,6 +190,8 @@ class ChatSession:
                 self.messages.clear()
             case "/system":
                 self._set_system(rest.strip())
+            case "/image":
+                self._attach(rest.strip())
             case "/params":
                 self._set(rest.strip())
             case _:
@@ -176,11 +211,18 @@ class ChatSession:
                 raise ValueError(f"there can be no system prompt: {error}") from error
         self.system = text or None
 
+    def _attach(self, path: str) -> None:
+        """Attach an image to the next message, or none."""
+        self.images = [*self.images, self.answerer.image_part(Path(os.path.expanduser(path)))] if path else []
+        tell(f"(images of the next message: {len(self.images)})")
+
     def _say(self, text: str) -> None:
         """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer and its
         message are dropped."""
         before, pieces = list(self.messages), list[str]()
-        self.messages.append({"role": "user", "content": text})
+        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        self.messages.append({"role": "user", "content": content})
+        self.images = []
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
 
         def show(piece: str) -> None:

@@ -123,6 +123,9 @@ class ConfigurableCommand(Command):
             is_default = ctx.get_parameter_source(name) is ParameterSource.DEFAULT
             if is_default and value in (None, (), False):
                 value = self._defaults.get(name)
+            if isinstance(value, Mapping):
+                pairs = [f"{each}={value[each]}" for each in value]
+                value = pairs if option.multiple else ",".join(pairs)
             text = "" if value in (None, ()) else json.dumps(value, ensure_ascii=False, default=str)
             lines.append(f"# {key}{f' = {text}' if text else ''}" if is_default else f"{key} = {text}")
         for kind in self.tables:

@@ -1,6 +1,7 @@
 """`inflight serve`: runs the HTTP server in the foreground."""
 
 import errno
+import json
 import logging
 import os
 import socket
@@ -56,6 +57,16 @@ class Address:
         return [f"http://{f'[{host}]' if ':' in host else host}:{port}" for host in self.hosts]
 
 
+def limits(text: str) -> dict[str, int]:
+    """Most items of a prompt: {"image": 4}, or image=4. Raises `click.BadParameter`."""
+    try:
+        if text.lstrip().startswith("{"):
+            return dict(json.loads(text))
+        return {name.strip(): int(number) for name, _, number in (each.partition("=") for each in text.split(","))}
+    except ValueError:
+        raise click.BadParameter(f'{text!r} is no limit; give JSON such as {{"image": 4}}, or image=4') from None
+
+
 @click.command(cls=ConfigurableCommand, settings=(ServerSettings, OperatorSettings), tables={"models": OF_A_TABLE})
 @click.option(
     "--host",
@@ -75,6 +86,7 @@ class Address:
 @click.option("--max-n", type=int, help="Most sequences that a request may ask for per prompt.")
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
+@click.option("--limit-mm-per-prompt", type=limits, help='Most images of a prompt, such as {"image": 4}, or image=4.')
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
 @click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which replica gets a request.  [default: {ROUTINGS[0]}]")
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")

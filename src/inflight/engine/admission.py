@@ -220,8 +220,7 @@ def make_request(
 
 
 def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: ModelInfo) -> None:
-    if any(item.kind not in info.input_modalities for item in inputs.items):
-        why_not = Features.from_info(info).why_not(IMAGES) or f"{info.model_class} has no encoder for them"
+    if inputs.items and (why_not := why_no_images(info)) is not None:
         raise InvalidRequestError(f"the prompt has images: {why_not}")
     if params.truncate_prompt_tokens is not None:
         raise InvalidRequestError("truncate_prompt_tokens would cut images; give a shorter prompt")
@@ -239,6 +238,13 @@ def check_whole(inputs: MultimodalInputs, limit: int) -> None:
             f"an image has {longest} tokens that see each other; a step has room for {limit} (raise "
             "max_num_batched_tokens)"
         )
+
+
+def why_no_images(info: ModelInfo) -> str | None:
+    """Why a prompt can have no images; None: it can."""
+    if "image" in info.input_modalities:
+        return None
+    return Features.from_info(info).why_not(IMAGES) or f"{info.model_class} has no encoder for them"
 
 
 def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:

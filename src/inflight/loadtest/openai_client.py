@@ -6,11 +6,13 @@ thousand streams at once cost little of one core.
 
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any, Self
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
 
+T = TypeVar("T")
 MAX_REASON = 200
 """Most characters of a server's own error message that are passed on."""
 
@@ -25,6 +27,19 @@ class ServerError(Exception):
     def __init__(self, reason: str, status: int | None = None) -> None:
         super().__init__(reason)
         self.status = status
+
+
+class Card(msgspec.Struct):
+    """What a server tells of a model; modalities are None where it does not tell."""
+
+    id: str
+    input_modalities: list[str] | None = None
+
+
+class Cards(msgspec.Struct):
+    """What a server tells of its models."""
+
+    data: list[Card]
 
 
 class Delta(msgspec.Struct):
@@ -168,12 +183,19 @@ class OpenAIClient:
 
     async def models(self) -> list[str]:
         """Return the names of the server's models. Raises `ServerError`."""
-        async with self._request("GET", "/v1/models") as response:
+        return [card.id for card in (await self._get("/v1/models", Cards)).data]
+
+    async def card(self, model: str) -> Card:
+        """Return what the server tells of a model. Raises `ServerError`."""
+        return await self._get(f"/v1/models/{quote(model)}", Card)
+
+    async def _get(self, path: str, kind: type[T]) -> T:
+        async with self._request("GET", path) as response:
             content = await response.read()
         try:
-            return [model["id"] for model in msgspec.json.decode(content)["data"]]
-        except (msgspec.MsgspecError, KeyError, TypeError):
-            raise ServerError(f"/v1/models cannot be read: {_shortened(content)}") from None
+            return msgspec.json.decode(content, type=kind)
+        except msgspec.MsgspecError:
+            raise ServerError(f"{path} cannot be read: {_shortened(content)}") from None
 
     async def first_model(self) -> str:
         """Return the name of the first model. Raises `ServerError` if there is none."""

@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
@@ -50,7 +49,12 @@ class Processor:
     Args:
         inner: a loaded one.
         token_id: the model's placeholder token; None: the one that the processor names.
+
+    Attributes:
+        most_images: the most images of a prompt; None: no limit.
     """
+
+    most_images: int | None = None
 
     def __init__(self, inner: ProcessorMixin, token_id: int | None = None) -> None:
         self.inner = copy.copy(inner)
@@ -82,8 +86,12 @@ class Processor:
         """The token ids of a text, with placeholders for its images, and what the model needs of these.
 
         Raises:
-            InvalidRequestError: an image cannot be read, or the text has not as many places as there are images.
+            InvalidRequestError: there are too many images, one cannot be read, or the text has not as many places.
         """
+        if self.most_images is not None and len(images) > self.most_images:
+            raise InvalidRequestError(
+                f"the prompt has {len(images)} images; at most {self.most_images} are accepted (limit_mm_per_prompt)"
+            )
         opened = [open_image(each) for each in images]
         with self._lock:
             whole = self._process(text, opened, add_special_tokens)
@@ -217,7 +225,7 @@ def open_image(source: ImageSource) -> Image:
         elif isinstance(source, str) and (head := _DATA_URL.match(source)):
             image = PIL.Image.open(io.BytesIO(base64.b64decode(source[head.end() :], validate=True)))
         elif isinstance(source, str | os.PathLike):
-            image = PIL.Image.open(Path(source).expanduser())
+            image = PIL.Image.open(os.path.expanduser(source))
         else:
             image = PIL.Image.fromarray(source)
         if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):

@@ -31,10 +31,13 @@ class Tokenizer:
     Attributes:
         named_ends: token ids that end a turn, by source in the tokenizer's file.
         notes: assumptions made when it was read.
+        most_images: the most images of a prompt; None: no limit.
 
     Args:
         load_processor: reads the processor of images; None: there is none.
     """
+
+    most_images: int | None = None
 
     def __init__(
         self,
@@ -55,7 +58,9 @@ class Tokenizer:
             raise InvalidRequestError(
                 "this model has no processor of images: give the engine a folder, or the processor"
             )
-        return self._load_processor()
+        processor = self._load_processor()
+        processor.most_images = self.most_images
+        return processor
 
     @property
     def eos_token_id(self) -> int | None:

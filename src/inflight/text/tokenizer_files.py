@@ -112,6 +112,15 @@ def load_tokenizer(
     model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
 ) -> Tokenizer | None:
     """The given tokenizer, else the model's; None if there is none. Raises `ModelError`."""
+    loaded = _load_tokenizer(model, tokenizer, config)
+    if loaded is not None and config.limit_mm_per_prompt is not None:
+        loaded.most_images = config.limit_mm_per_prompt.get("image")
+    return loaded
+
+
+def _load_tokenizer(
+    model: str | PreTrainedModel, tokenizer: TokenizerSource | None, config: EngineConfig
+) -> Tokenizer | None:
     if is_loaded_tokenizer(tokenizer):
         return Tokenizer(tokenizer)
     if is_loaded_processor(tokenizer):

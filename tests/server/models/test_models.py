@@ -93,7 +93,8 @@ def test_the_list_says_what_is_known_of_each_model(models: RunningModels) -> Non
     cards = {card.id: card for card in models.client.models.list()}
     assert list(cards) == list(MODELS)
     assert cards["red"].owned_by == "inflight"
-    assert cards["red"].model_extra == {"parent": None, "status": {"value": "loaded"}, "max_model_len": 1024}
+    of_model = {"max_model_len": 1024, "input_modalities": []}
+    assert cards["red"].model_extra == {**of_model, "parent": None, "status": {"value": "loaded"}}
     assert models.client.models.retrieve("red") == cards["red"]
     assert models.http.get("/health").status_code == 200
     assert set(models.http.get("/version").json()) == {"version"}

@@ -27,6 +27,7 @@ from inflight.contracts.api.options import (
     NotNegative,
     Positive,
     Seconds,
+    check,
     flat_values,
     is_text,
     option_names,
@@ -52,6 +53,7 @@ MAX_RANKS = 64
 NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can be loaded later"
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
+_Limits: TypeAlias = Annotated[dict[Literal["image"], NotNegative], Meta(description='a dict such as {"image": 4}')]
 
 T = TypeVar("T")
 
@@ -266,6 +268,7 @@ class EngineConfig:
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
         max_model_len: the most tokens of a sequence, prompt and output; None: what the model was made for.
+        limit_mm_per_prompt: the most images of a prompt, as `{"image": 4}`; None: no limit.
         seed: for requests without a seed of their own, and for dummy weights.
         adapters: LoRA adapters that requests may ask for: by name, the folder or hub repository, as PEFT writes it. An
             empty dict: there are none yet, but they can be loaded later. None: there are none, and never will be.
@@ -290,6 +293,7 @@ class EngineConfig:
     trust_remote_code: bool = False
     revision: str | None = None
     max_model_len: Positive | None = None
+    limit_mm_per_prompt: Mapping[str, int] | None = None
     seed: Annotated[int, Meta(ge=0, le=MAX_SEED)] = 0
     adapters: Mapping[str, str] | None = None
     adapter_memory: Positive = 2**30
@@ -307,6 +311,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         Features(num_ranks=self.tensor_parallel_size).require_all(self.asked_features())
+        check("limit_mm_per_prompt", self.limit_mm_per_prompt, _Limits | None)
         if self.adapters is None:
             return
         if not isinstance(self.adapters, Mapping):

@@ -111,4 +111,6 @@ class PoolCatalog:
             "parent": parent,
             "status": status,
         }
-        return card if load.info is None else {**card, "max_model_len": load.info.max_model_len}
+        if (info := load.info) is None:
+            return card
+        return {**card, "max_model_len": info.max_model_len, "input_modalities": info.input_modalities}

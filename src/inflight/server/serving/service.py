@@ -154,6 +154,7 @@ class Service:
             "root": self.settings.model_name if adapter is None else self.llm.adapters.get(adapter),
             "parent": None if adapter is None else self.settings.model_name,
             "max_model_len": info.max_model_len,
+            "input_modalities": info.input_modalities,
         }
 
     @property

@@ -163,8 +163,27 @@ function Answer({ answer, onResult }) {
   </div>`;
 }
 
+// A message's content is a text, or a list of images and then a text.
+const textIn = (content) => (typeof content === "string" ? content : content.at(-1).text);
+
+function Content({ content }) {
+  const images = typeof content === "string" ? [] : content.slice(0, -1);
+  return html`${images.length > 0 && html`<p class="images">${images.map((part, i) => html`<img key=${i} src=${part.image_url.url} alt=${`image ${i + 1}`} />`)}</p>`}
+    <p class="text">${textIn(content)}</p>`;
+}
+
+// A file with its data URL.
+const readImage = (file) =>
+  new Promise((resolve, reject) => {
+    if (!file.type.startsWith("image/")) return reject(new Error(`${file.name} is not an image`));
+    const reader = new FileReader();
+    reader.onload = () => resolve({ name: file.name, url: reader.result });
+    reader.onerror = () => reject(new Error(`${file.name} cannot be read`));
+    reader.readAsDataURL(file);
+  });
+
 let nextNumber = 0;
-const newColumn = (text = "") => ({ number: nextNumber++, text, messages: [], answers: {}, controller: null });
+const newColumn = (text = "") => ({ number: nextNumber++, text, images: [], messages: [], answers: {}, controller: null });
 
 const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", bad_words: "", stop_token_ids: "", logit_bias: "", cache_salt: "", ignore_eos: false, logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
 
@@ -202,6 +221,32 @@ export function Playground({ about }) {
     return { ...body, messages: [...system, ...messages] };
   };
 
+  const readsImages = mode === "chat" && about?.info.input_modalities.includes("image");
+  const messageOf = ({ text, images }) => {
+    const parts = readsImages ? images.map(({ url }) => ({ type: "image_url", image_url: { url } })) : [];
+    return { role: "user", content: parts.length ? [...parts, { type: "text", text }] : text };
+  };
+  const attach = async (column, files) => {
+    try {
+      const read = await Promise.all([...files].map(readImage));
+      column.images = [...column.images, ...read];
+      setError("");
+    } catch (wrong) {
+      setError(wrong.message);
+    }
+    changed();
+  };
+  const take = (column) => (event) => {
+    const { files, types } = event.dataTransfer ?? event.clipboardData;
+    if (!files.length || types.includes("text/plain")) return; // the box takes texts
+    event.preventDefault();
+    attach(column, files);
+  };
+  const detach = (column, image) => {
+    column.images = column.images.filter((each) => each !== image);
+    changed();
+  };
+
   const run = async (column, messages) => {
     let request;
     try {
@@ -223,7 +268,7 @@ export function Playground({ about }) {
           if (data === "[DONE]") return;
           const chunk = JSON.parse(data);
           if (chunk.error) throw new ServerError(500, chunk.error.message);
-          if (!column.id || column.id !== chunk.id) remember((column.id = chunk.id), mode === "chat" ? messages.at(-1).content : column.text);
+          if (!column.id || column.id !== chunk.id) remember((column.id = chunk.id), mode === "chat" ? textIn(messages.at(-1).content) : column.text);
           takeChunk(answers, chunk, mode);
           changed();
         },
@@ -247,11 +292,11 @@ export function Playground({ about }) {
     if (mode === "completion") return run(column, []);
     const before = column.said && Object.keys(column.answers).length ? [...column.messages, column.said] : column.messages;
     column.said = null;
-    const text = column.text;
-    column.text = "";
-    return run(column, [...before, { role: "user", content: text }]);
+    const message = messageOf(column);
+    Object.assign(column, { text: "", images: [] });
+    return run(column, [...before, message]);
   };
-  const sendAll = () => columns.current.filter((column) => column.text || mode === "completion").forEach((column) => send(column));
+  const sendAll = () => columns.current.filter((column) => column.text || column.images.length || mode === "completion").forEach((column) => send(column));
   const answerCall = (column) => (answer, call, result) => {
     const before = [...column.messages, column.said];
     column.said = null;
@@ -275,7 +320,7 @@ export function Playground({ about }) {
   const write = (how) => {
     const column = columns.current[0];
     try {
-      const messages = [...column.messages, ...(column.said ? [column.said] : []), ...(column.text ? [{ role: "user", content: column.text }] : [])];
+      const messages = [...column.messages, ...(column.said ? [column.said] : []), ...(column.text || column.images.length ? [messageOf(column)] : [])];
       const body = { ...requestOf(column, messages), stream: true };
       setShown(how === "curl" ? asCurl(mode, body) : asPython(mode, body, about.model));
       setError("");
@@ -323,14 +368,18 @@ export function Playground({ about }) {
     </form>
     <div class="beside">
       ${shown && html`<section class="card full"><h3>The first request <button type="button" onClick=${() => navigator.clipboard?.writeText(shown)}>copy</button> <button type="button" onClick=${() => setShown(null)}>close</button></h3><pre class="code">${shown}</pre></section>`}
-      ${columns.current.map((column, place) => html`<section class="card column" key=${column.number} aria-label=${`Prompt ${place + 1}`}>
+      ${columns.current.map((column, place) => html`<section class="card column" key=${column.number} aria-label=${`Prompt ${place + 1}`}
+          ...${readsImages && { onPaste: take(column), onDrop: take(column), onDragOver: (e) => e.dataTransfer.types.includes("Files") && e.preventDefault() }}>
         ${column.messages.map((message, i) => html`<div key=${i} class="message ${message.role}"><span class="faint">${message.role}</span>
-          <p class="text">${message.content}</p>${message.tool_calls?.map((call, j) => html`<code key=${j}>${call.function.name}(${call.function.arguments})</code>`)}</div>`)}
+          <${Content} content=${message.content} />${message.tool_calls?.map((call, j) => html`<code key=${j}>${call.function.name}(${call.function.arguments})</code>`)}</div>`)}
         ${Object.entries(column.answers).map(([index, answer]) => html`<${Answer} key=${index} answer=${answer} onResult=${column.said?.tool_calls && !column.controller ? answerCall(column) : null} />`)}
         <label class="field"><span class="hidden">${mode === "chat" ? "Your message" : "The prompt"}</span>
           <textarea rows="3" class="prompt" placeholder=${mode === "chat" ? "Say something" : "A text to go on with"} value=${column.text}
             onInput=${(e) => { column.text = e.target.value; changed(); }} onKeyDown=${(e) => e.key === "Enter" && (e.ctrlKey || e.metaKey) && send(column)} /></label>
+        ${readsImages && column.images.length > 0 && html`<p class="images">${column.images.map((image, i) => html`<span key=${i}><img src=${image.url} alt=${image.name} /><button type="button" aria-label=${`Remove ${image.name}`} onClick=${() => detach(column, image)}>×</button></span>`)}</p>`}
         <p class="controls"><button type="button" onClick=${() => send(column)}>Send this</button>
+          ${readsImages && html`<button type="button" onClick=${(e) => e.target.nextElementSibling.click()}>Attach images</button>
+            <input type="file" accept="image/*" multiple hidden aria-label="Images" onChange=${(e) => { attach(column, e.target.files); e.target.value = ""; }} />`}
           ${(column.messages.length > 0 || Object.keys(column.answers).length > 0) && html`<button type="button" onClick=${() => forget(column)}>Clear</button>`}
           ${columns.current.length > 1 && html`<button type="button" onClick=${() => remove(column)}>Remove</button>`}</p>
       </section>`)}

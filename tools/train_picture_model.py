@@ -4,8 +4,8 @@
     python tools/train_picture_model.py --evaluate-only    # judge the shipped files again
 
 This module decides what the model is: a Llava with about a million parameters, which captions drawings of one or two
-shapes (`inflight.picture_model.drawing`). Nothing is downloaded. Each drawing is used once, and a tenth of the scenes
-is held out. The loss is that of the captions alone. Weights are stored in bfloat16 and computed in float32.
+shapes (`inflight.picture_model.drawing`) and answers questions about them. Nothing is downloaded. Each drawing is used once,
+and a tenth of the scenes is held out. Weights are stored in bfloat16 and computed in float32.
 """
 
 import argparse
@@ -14,9 +14,10 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import cache
+from itertools import product
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from inflight import LLM, SamplingParams
 from inflight.picture_model import PICTURE_MODEL
-from inflight.picture_model.drawing import PROMPT, SIDE, draw, scenes
+from inflight.picture_model.drawing import PROMPT, SIDE, Place, Scene, draw, paint, place, scenes
 from tools.train_demo_model import END, train_tokenizer, write_report
 
 IMAGE = "<image>"
@@ -63,19 +64,24 @@ CHAT_TEMPLATE = (
 @dataclass(frozen=True)
 class Recipe:
     seed: int = 7
-    steps: int = 4000
+    seeing_steps: int = 1200
+    steps: int = 2000
     batch: int = 32
     singles: float = 0.15
     """The share of pictures that show one thing."""
     questions: float = 0.4
     """The share of the other pictures that are asked about."""
-    learning_rate: float = 1e-3
+    learning_rate: float = 1.5e-3
     warmup: int = 100
     weight_decay: float = 0.05
 
-    def rate(self, step: int) -> float:
+    def shortened(self, factor: float) -> "Recipe":
+        """The same settings with a fraction of the steps, to try out the pipeline."""
+        return replace(self, seeing_steps=int(self.seeing_steps * factor), steps=int(self.steps * factor))
+
+    def rate(self, step: int, steps: int) -> float:
         """The learning rate of a step: a linear warm-up, then half a cosine down to a fiftieth."""
-        progress = max(0, step - self.warmup) / max(1, self.steps - self.warmup)
+        progress = max(0, step - self.warmup) / max(1, steps - self.warmup)
         return self.learning_rate * min(1, (step + 1) / self.warmup) * (0.51 + 0.49 * math.cos(math.pi * progress))
 
 
@@ -87,8 +93,8 @@ def build_processor() -> LlavaProcessor:
     tokenizer.add_tokens([IMAGE], special_tokens=True)
     tokenizer.chat_template = CHAT_TEMPLATE
     size = {"height": READ_SIDE, "width": READ_SIDE}
-    mean = [0.5, 0.5, 0.5]
-    images = CLIPImageProcessorPil(size=size, do_center_crop=False, image_mean=mean, image_std=mean)
+    half = [0.5, 0.5, 0.5]
+    images = CLIPImageProcessorPil(size=size, do_center_crop=False, image_mean=half, image_std=half)
     return LlavaProcessor(
         images,
         tokenizer,
@@ -104,7 +110,7 @@ def build_model(processor: LlavaProcessor) -> LlavaForConditionalGeneration:
     tokenizer = processor.tokenizer
     vision = CLIPVisionConfig(
         hidden_size=128,
-        intermediate_size=256,
+        intermediate_size=512,
         num_hidden_layers=3,
         num_attention_heads=4,
         image_size=READ_SIDE,
@@ -140,54 +146,99 @@ def messages(image: Any, text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": [{"type": "image", "image": image}, {"type": "text", "text": text}]}]
 
 
-def build_batches(
-    recipe: Recipe, processor: LlavaProcessor
-) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Yield batches: token ids `[batch, LENGTH - 1]` int64, the ids to predict after them in the same shape (`IGNORED`
-    outside of answers), and pixels `[batch, 3, READ_SIDE, READ_SIDE]` float32."""
-    tokenizer, random, known = processor.tokenizer, Random(recipe.seed), scenes(held_out=False)
-    pairs, singles = [[scene for scene in known if bool(scene.relation) is paired] for paired in (True, False)]
-    blank = torch.zeros(3, READ_SIDE, READ_SIDE, dtype=torch.uint8)
+class Studio:
+    """Draws batches of the training's scenes."""
 
-    @cache
-    def row(text: str, answer: str) -> tuple[list[int], list[int]]:
-        chat = processor.apply_chat_template(messages(None, text), tokenize=False, add_generation_prompt=True)
-        prompt = processor(text=chat, images=[blank], add_special_tokens=False)["input_ids"][0]
+    def __init__(self, recipe: Recipe, processor: LlavaProcessor) -> None:
+        self.recipe, self.processor, self.random = recipe, processor, Random(recipe.seed)
+        known = scenes(held_out=False)
+        self.pairs = [scene for scene in known if scene.relation]
+        self.singles = [scene for scene in known if not scene.relation]
+        self.things = [scene.first for scene in self.singles]
+        self.row = cache(self._row)
+
+    def drawings(self) -> tuple[list[Scene], list[list[Place]], torch.Tensor]:
+        """A batch of scenes, the places of their things, and pixels `[batch, 3, READ_SIDE, READ_SIDE]` float32."""
+        drawn = [self._choose() for _ in range(self.recipe.batch)]
+        places = [place(scene, self.random) for scene in drawn]
+        images = [paint(scene, where, self.random) for scene, where in zip(drawn, places, strict=True)]
+        return drawn, places, self.processor.image_processor(images, return_tensors="pt")["pixel_values"]
+
+    def patches(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """A batch of pixels, and what is at each patch's centre, `[batch, patches]` int64: 0 is the ground, others are
+        numbers of things."""
+        drawn, places, pixels = self.drawings()
+        centres = [(index + 0.5) * PATCH * SIDE / READ_SIDE for index in range(READ_SIDE // PATCH)]
+        labels = torch.zeros(len(drawn), len(centres) ** 2, dtype=torch.int64)
+        for scene, where, row in zip(drawn, places, labels, strict=True):
+            for thing, (x, y, radius) in zip((scene.first, scene.second), where, strict=False):
+                for index, (down, right) in enumerate(product(centres, centres)):
+                    if math.hypot(right - x, down - y) < radius:
+                        row[index] = 1 + self.things.index(thing)
+        return pixels, labels
+
+    def exchanges(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A batch of pixels, of token ids `[batch, LENGTH - 1]` int64, and of the ids to predict after them, in the
+        same shape (`IGNORED` outside of answers)."""
+        drawn, _, pixels = self.drawings()
+        ids, labels = torch.tensor([self.row(*self._ask(scene)) for scene in drawn]).unbind(1)
+        return pixels, ids, labels
+
+    def _choose(self) -> Scene:
+        return self.random.choice(self.singles if self.random.random() < self.recipe.singles else self.pairs)
+
+    def _ask(self, scene: Scene) -> tuple[str, str]:
+        is_asked = scene.questions and self.random.random() < self.recipe.questions
+        return self.random.choice(scene.questions) if is_asked else (PROMPT, scene.caption)
+
+    def _row(self, text: str, answer: str) -> tuple[list[int], list[int]]:
+        tokenizer, blank = self.processor.tokenizer, torch.zeros(3, READ_SIDE, READ_SIDE, dtype=torch.uint8)
+        chat = self.processor.apply_chat_template(messages(None, text), tokenize=False, add_generation_prompt=True)
+        prompt = self.processor(text=chat, images=[blank], add_special_tokens=False)["input_ids"][0]
         ids = tokenizer(answer + END, add_special_tokens=False)["input_ids"]
         padding = LENGTH - len(prompt) - len(ids)
         labels = [*[IGNORED] * len(prompt), *ids, *[IGNORED] * padding]
         return [*prompt, *ids, *[tokenizer.pad_token_id] * padding][:-1], labels[1:]
 
-    while True:
-        drawn = [random.choice(singles if random.random() < recipe.singles else pairs) for _ in range(recipe.batch)]
-        images = [draw(scene, random) for scene in drawn]
-        pixels = processor.image_processor(images, return_tensors="pt")["pixel_values"]
-        asked = [scene.questions and random.random() < recipe.questions for scene in drawn]
-        told = [
-            random.choice(scene.questions) if is_asked else (PROMPT, scene.caption)
-            for scene, is_asked in zip(drawn, asked, strict=True)
-        ]
-        ids, labels = torch.tensor([row(*exchange) for exchange in told]).unbind(1)
-        yield ids, labels, pixels
 
-
-def train(recipe: Recipe, model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() > 1]
-    others = [parameter for parameter in model.parameters() if parameter.dim() == 1]
+def fit(recipe: Recipe, steps: int, modules: list[torch.nn.Module], loss_of: Callable[[], torch.Tensor]) -> None:
+    """Lower the loss of `steps` batches."""
+    parameters = [parameter for module in modules for parameter in module.parameters()]
+    decayed = [parameter for parameter in parameters if parameter.dim() > 1]
+    others = [parameter for parameter in parameters if parameter.dim() == 1]
     groups = [{"params": decayed, "weight_decay": recipe.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98), fused=True)
     start = time.perf_counter()
-    for step, (ids, labels, pixels) in zip(range(recipe.steps), build_batches(recipe, processor), strict=False):
+    for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = recipe.rate(step)
-        logits = model(input_ids=ids, pixel_values=pixels, use_cache=False).logits
-        loss = functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+            group["lr"] = recipe.rate(step, steps)
+        loss = loss_of()
         loss.backward()  # type: ignore[no-untyped-call]
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
-        if step % 50 == 0 or step == recipe.steps - 1:
+        if step % 50 == 0 or step == steps - 1:
             print(f"step {step:5}  loss {loss.item():.4f}  {time.perf_counter() - start:6.0f} s", flush=True)
+
+
+def train(recipe: Recipe, model: LlavaForConditionalGeneration, processor: LlavaProcessor) -> None:
+    """First the vision tower learns to name the thing at each patch, through a layer that is then dropped; captions
+    alone teach it shapes slowly. Then the whole model learns captions and answers."""
+    studio, vision = Studio(recipe, processor), model.model.vision_tower
+    head = torch.nn.Linear(model.config.vision_config.hidden_size, 1 + len(studio.things))
+
+    def loss_of_patches() -> torch.Tensor:
+        pixels, labels = studio.patches()
+        features = vision(pixels).last_hidden_state[:, 1:]
+        return functional.cross_entropy(head(features).flatten(0, 1), labels.flatten())
+
+    def loss_of_answers() -> torch.Tensor:
+        pixels, ids, labels = studio.exchanges()
+        logits = model(input_ids=ids, pixel_values=pixels, use_cache=False).logits
+        return functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORED)
+
+    fit(recipe, recipe.seeing_steps, [vision, head], loss_of_patches)
+    fit(recipe, recipe.steps, [model], loss_of_answers)
 
 
 def save(model: LlavaForConditionalGeneration, processor: LlavaProcessor, folder: Path) -> None:
@@ -217,7 +268,8 @@ def make_model(recipe: Recipe, folder: Path, hardware: str) -> list[str]:
     train(recipe, model, processor)
     save(model, processor, folder)
     return [
-        f"{recipe.steps} steps of {recipe.batch} drawings, each drawn once (seed {recipe.seed})",
+        f"{recipe.seeing_steps} steps of naming what each patch shows, then {recipe.steps} of captions and answers",
+        f"{recipe.batch} drawings a step, each used once (seed {recipe.seed})",
         f"{len(scenes(held_out=False)):,} scenes, drawn with random sizes, places, tints and noise",
         f"on {hardware}, threads: {torch.get_num_threads()}; Python {platform.python_version()}, torch "
         f"{torch.__version__}, transformers {transformers.__version__}, tokenizers {tokenizers.__version__}",
@@ -264,7 +316,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Train the embedded picture model and judge it.")
     parser.add_argument("--evaluate-only", action="store_true", help="only judge the existing files")
     parser.add_argument("--output", type=Path, default=PICTURE_MODEL, help="the model's folder")
-    parser.add_argument("--steps", type=int, default=Recipe.steps)
+    parser.add_argument("--shorten", type=float, default=1.0, help="run only this fraction of the training steps")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--drawings", type=int, default=1000, help="of each kind, for judging it")
     parser.add_argument("--hardware", default="a CPU", help="a description of the machine for the report")
@@ -272,7 +324,7 @@ def main() -> int:
     torch.set_num_threads(options.threads)
     sections: dict[str, list[str]] = {}
     if not options.evaluate_only:
-        sections["Training"] = make_model(Recipe(steps=options.steps), options.output, options.hardware)
+        sections["Training"] = make_model(Recipe().shortened(options.shorten), options.output, options.hardware)
     scores = judge(options.output, options.drawings, seed=1)
     sections["Exactly right, through `LLM`, greedily"] = [f"{title}: {score}" for title, score in scores.items()]
     sections["Size"] = describe_files(options.output)

@@ -9,7 +9,7 @@ import math
 from dataclasses import dataclass
 from itertools import product
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -25,11 +25,15 @@ COLOURS = {
     "purple": (150, 50, 185),
     "black": (25, 25, 25),
 }
-SHAPES = {"circle": (16, 1.0, 0.0), "square": (4, 0.7071, 0.25), "triangle": (3, 0.5, 1.0), "star": (5, 0.42, 1.0)}
+SHAPES = {"circle": (16, 1.0, 0.0), "square": (4, 0.7071, 0.25), "triangle": (3, 0.5, 1.0), "star": (5, 0.4, 1.0)}
 """Of each: its corners, how far from the centre the points between these are, and the first corner's angle in π."""
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 """The direction from the second, smaller thing to the first, x to the right and y downwards."""
 OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
+
+
+Place: TypeAlias = tuple[float, float, float]
+"""A thing's x, y and radius, in pixels."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +71,36 @@ def scenes(held_out: bool) -> list[Scene]:
 def draw(scene: Scene, random: Random) -> Image:
     """A drawing in RGB, `SIDE` pixels on each side, with random sizes, places, tints and noise. Raises `ImportError`
     without Pillow."""
+    return paint(scene, place(scene, random), random)
+
+
+def paint(scene: Scene, places: list[Place], random: Random) -> Image:
+    """The same, with each thing in its place."""
     import numpy as np
     from PIL import Image, ImageDraw
 
     image = Image.new("RGB", (SIDE, SIDE), _varied((230, 230, 230), 25, random))
     canvas = ImageDraw.Draw(image)
-    for thing, (x, y, radius) in zip((scene.first, scene.second), _places(scene, random), strict=False):
+    for thing, (x, y, radius) in zip((scene.first, scene.second), places, strict=False):
         colour, shape = thing.split()
         corners, inner, start = SHAPES[shape]
-        turn = start * math.pi + random.uniform(-0.2, 0.2)
+        turn = start * math.pi + random.uniform(-0.15, 0.15)
         points = []
         for index in range(2 * corners):
             angle, distance = turn + index * math.pi / corners, radius * (inner if index % 2 else 1)
             points.append((x + distance * math.sin(angle), y + distance * math.cos(angle)))
         canvas.polygon(points, fill=_varied(COLOURS[colour], 20, random))
     noise = np.frombuffer(random.randbytes(SIDE * SIDE * 3), np.uint8).reshape(SIDE, SIDE, 3) - np.float32(127.5)
-    return Image.fromarray((np.asarray(image) + noise * random.uniform(0, 0.2)).clip(0, 255).astype(np.uint8))
+    return Image.fromarray((np.asarray(image) + noise * random.uniform(0, 0.15)).clip(0, 255).astype(np.uint8))
 
 
 def _varied(colour: tuple[int, int, int], most: int, random: Random) -> tuple[int, ...]:
     return tuple(min(255, max(0, value + random.randint(-most, most))) for value in colour)
 
 
-def _places(scene: Scene, random: Random) -> list[tuple[float, float, float]]:
-    """Of each thing: x, y, radius. Two lie apart, within 27 degrees of the direction of their relation."""
-    radii = [random.uniform(19, 23), random.uniform(11, 14)] if scene.relation else [random.uniform(11, 30)]
+def place(scene: Scene, random: Random) -> list[Place]:
+    """A random place of each thing. Two lie apart, within 27 degrees of the direction of their relation."""
+    radii = [random.uniform(23, 25), random.uniform(16, 18)] if scene.relation else [random.uniform(16, 30)]
     while True:
         places = [(random.uniform(r, SIDE - r), random.uniform(r, SIDE - r), r) for r in radii]
         if not scene.relation:

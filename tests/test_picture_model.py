@@ -115,8 +115,8 @@ def test_it_reads_the_question() -> None:
 def test_a_picture_becomes_half_blocks() -> None:
     from PIL import Image
 
-    image = Image.new("RGB", (4, 4), (255, 0, 0))
-    image.paste((0, 0, 255), (0, 2, 4, 4))
+    image = Image.new("RGB", (2, 2), (255, 0, 0))
+    image.paste((0, 0, 255), (0, 1, 2, 2))
     text = as_blocks(image, 2)
     assert text.plain == "▀▀\n"
     assert {str(span.style) for span in text.spans} == {"#ff0000 on #0000ff"}

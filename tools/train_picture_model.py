@@ -4,8 +4,8 @@
     python tools/train_picture_model.py --evaluate-only    # judge the shipped files again
 
 This module decides what the model is: a Llava with about a million parameters, which captions drawings of one or two
-shapes (`inflight.picture_model.drawing`) and answers questions about them. Nothing is downloaded. Each drawing is used once,
-and a tenth of the scenes is held out. Weights are stored in bfloat16 and computed in float32.
+shapes (`inflight.picture_model.drawing`) and answers questions about them. Nothing is downloaded. Each drawing is used
+once, and a tenth of the scenes is held out. Weights are stored in bfloat16 and computed in float32.
 """
 
 import argparse

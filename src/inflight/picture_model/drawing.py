@@ -30,8 +30,6 @@ SHAPES = {"circle": (16, 1.0, 0.0), "square": (4, 0.7071, 0.25), "triangle": (3,
 RELATIONS = {"left of": (-1, 0), "right of": (1, 0), "above": (0, -1), "below": (0, 1)}
 """The direction from the second, smaller thing to the first, x to the right and y downwards."""
 OPPOSITES = {"left of": "right of", "right of": "left of", "above": "below", "below": "above"}
-
-
 Place: TypeAlias = tuple[float, float, float]
 """A thing's x, y and radius, in pixels."""
 

@@ -11,7 +11,7 @@ PYTEST_WORKERS ?= 2
 NPM_AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
 	@continuedev/cli@1.5.47
 
-.PHONY: demo test test-all weights browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model clean
+.PHONY: demo test test-all weights browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model picture-model clean
 
 $(PACKAGE): pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; assert sys.version_info >= (3, 11), "inflight needs Python 3.11 or newer"'
@@ -111,6 +111,9 @@ wheel: $(READY)           ## dist/: a wheel with compiled kernels, and an sdist 
 
 demo-model: $(READY)      ## retrain the embedded model (about half an hour on two cores)
 	$(BIN)/python tools/train_demo_model.py
+
+picture-model: $(READY)   ## retrain the embedded model for pictures (about twenty minutes on one core)
+	$(BIN)/python tools/train_picture_model.py
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache site

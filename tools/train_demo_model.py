@@ -366,8 +366,8 @@ def describe_files(folder: Path) -> list[str]:
     return [f"{model.num_parameters():,} parameters", *sizes, f"together: {total:,} bytes (limit 8 MB)"]
 
 
-def write_report(folder: Path, sections: dict[str, list[str]]) -> None:
-    text = "# The embedded demo model\n\nAs measured by `tools/train_demo_model.py` on the files in this folder.\n"
+def write_report(folder: Path, name: str, tool: str, sections: dict[str, list[str]]) -> None:
+    text = f"# {name}\n\nAs measured by `tools/{tool}` on the files in this folder.\n"
     for title, lines in sections.items():
         text += f"\n## {title}\n\n" + "".join(f"- {line}\n" for line in lines)
     (folder / "REPORT.md").write_text(text, encoding="utf-8")
@@ -395,7 +395,7 @@ def main() -> int:
     if not options.evaluate_only:
         seconds = [math.ceil(trained - start), math.ceil(time.perf_counter() - trained)]
         sections["Training"].append(f"{seconds[0]} s for the corpus and the training, {seconds[1]} s for judging it")
-        write_report(options.output, sections)
+        write_report(options.output, "The embedded demo model", Path(__file__).name, sections)
     for title, lines in sections.items():
         print(title, *lines, sep="\n  ")
     return 0 if judgement.good else 1

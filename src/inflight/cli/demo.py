@@ -11,6 +11,7 @@ from dataclasses import replace
 
 import click
 
+from inflight.cli.demo_pictures import show_pictures
 from inflight.cli.help import Command
 from inflight.cli.options import quiet_libraries
 from inflight.cli.serve import Address, serve, serve_model
@@ -41,14 +42,17 @@ PROMPTS = (
 @click.option("--slots", type=click.IntRange(min=1), default=5, help="Sequences that run at once.")
 @click.option("--slow", is_flag=True, help="Pause a little after each step, to watch it.")
 @click.option("--web", is_flag=True, help="Watch them in a browser: runs a server that gets the prompts repeatedly.")
+@click.option("--pictures", is_flag=True, help="Watch a model for images caption a dozen drawings instead.")
 @click.option("--port", type=click.IntRange(0, 65535), default=0, help="Of that server; 0: any free port.")
 @click.option("--browser/--no-browser", default=True, help="Whether to open the page, or only print its address.")
-def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
+def demo(slots: int, slow: bool, web: bool, pictures: bool, port: int, browser: bool) -> None:
     """Watch a dozen prompts run at once, live, then a short race.
 
     The prompts have different lengths and run through the embedded model. The race puts the same number of requests
     through static waves, padded and ragged batches, and the engine.
     """
+    if pictures and (slow or web):
+        raise click.UsageError("--pictures cannot be given with --slow or --web")
     if web:
         if slow:
             raise click.UsageError("--slow is for the terminal view; it cannot be given with --web")
@@ -57,6 +61,9 @@ def demo(slots: int, slow: bool, web: bool, port: int, browser: bool) -> None:
     if port or not browser:
         raise click.UsageError("--port and --no-browser are for --web")
     quiet_libraries()
+    if pictures:
+        show_pictures(slots)
+        return
     from rich.console import Console
     from rich.live import Live
     from rich.markup import escape

@@ -219,10 +219,7 @@ class EncoderOutputs:
         begin, end = int(places[0]), int(places[num_rows - 1]) + 1
         following = next((int(each) for each in places[num_rows:]), len(token_ids))
         start, stop = max(0, begin - NUM_AROUND), min(end + NUM_AROUND, following)
-        ranges = {
-            name: [(first + shift, last + shift) for shift in (0, stop - start) for first, last in each]
-            for name, each in _ranges(sequence, start, stop).items()
-        }
+        ranges = _ranges(sequence, start, stop, num_times=2)
         row = torch.tensor([*token_ids[start:stop]] * 2, device=self._model.device)
         sees: list[str | None] = []  # by call: which ranges see each other
         name = type(self._model).__name__
@@ -341,16 +338,17 @@ class EncoderOutputs:
         return rows
 
 
-def _ranges(sequence: _SequenceInputs, start: int, end: int) -> dict[str, list[tuple[int, int]]]:
+def _ranges(sequence: _SequenceInputs, start: int, end: int, num_times: int = 1) -> dict[str, list[tuple[int, int]]]:
     """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders, or, by an
-    argument that tells types of tokens, neighbours of the placeholders' type."""
+    argument that tells types of tokens, neighbours of the placeholders' type; of the row, repeated so many times."""
     is_place = np.zeros(sequence.positions.shape[1], dtype=bool)
     for places in sequence.places.values():
         is_place[places] = True
     found = {name: (each == each[int(is_place.argmax())]).numpy() for name, each in sequence.types.items()}
     ranges = {}
     for name, is_item in {PLACES: is_place, **found}.items():
-        borders = np.flatnonzero(np.diff(is_item[start:end], prepend=False, append=False)).tolist()
+        row = np.tile(is_item[start:end], num_times)
+        borders = np.flatnonzero(np.diff(row, prepend=False, append=False)).tolist()
         ranges[name] = list(zip(borders[::2], borders[1::2], strict=True))
     return ranges
 

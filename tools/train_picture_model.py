@@ -291,7 +291,7 @@ class Score:
 def judge(folder: Path, count: int, seed: int) -> dict[str, Score]:
     """Answer about `count` drawings of held-out scenes and `count` of others, through inflight, greedily."""
     llm, random, scores = LLM(folder), Random(seed), {}
-    for title, held_out in (("held-out scenes", True), ("scenes of the training, drawn anew", False)):
+    for title, held_out in (("held-out scenes", True), ("training scenes, redrawn", False)):
         drawn = [random.choice(scenes(held_out)) for _ in range(count)]
         images = [draw(scene, random) for scene in drawn]
         captions = [(image, PROMPT, scene.caption) for image, scene in zip(images, drawn, strict=True)]

@@ -340,7 +340,7 @@ class EncoderOutputs:
 
 def _ranges(sequence: _SequenceInputs, start: int, end: int, num_times: int = 1) -> dict[str, list[tuple[int, int]]]:
     """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders, or, by an
-    argument that tells types of tokens, neighbours of the placeholders' type; of the row, repeated so many times."""
+    argument that tells types of tokens, neighbours of the placeholders' type; of the row, repeated `num_times`."""
     is_place = np.zeros(sequence.positions.shape[1], dtype=bool)
     for places in sequence.places.values():
         is_place[places] = True

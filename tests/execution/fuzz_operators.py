@@ -197,11 +197,14 @@ class Fuzzer:
             tables[0, : draw.randint(0, width)] = draw.choice([-1, num_blocks, -(2**31), 2**31 - 1])
         indices = torch.randint(-1, num_blocks * block_size, (sum(query_lens),))
         lengths = [torch.tensor(query_lens), torch.tensor(kv_lens)]
-        self.call("begin_step", step, block_size, *lengths, [indices], [tables], rate=0.05)
+        items = draw.choice([None, torch.randint(0, 2, (len(query_lens),))])
+        self.call("begin_step", step, block_size, *lengths, items, [indices], [tables], rate=0.05)
         if call is not None:
             tokens = sum(query_lens)
             sinks = draw.choice([None, torch.zeros(heads[0])])
             keys, values = self._floats(tokens, heads[1], head_size), self._floats(tokens, heads[1], value_size)
+            if draw.random() < 0.5:
+                ops.see_items(call)
             self.call("write", keys, values.to(keys.dtype), call, rate=0.1)
             self.call("attend", self._floats(tokens, heads[0], head_size), sinks, call, value_size, rate=0.1)
             ops.delete_call(call)

@@ -106,7 +106,8 @@ def _compared(
                 if wrong:
                     return replace(finding, outcome="wrong", reason=f"prompts {wrong}{which}")
             num_tokens = 2 * NUM_TOKENS * len(prompts)
-            return replace(finding, outcome="exact", num_tokens=num_tokens, in_one_piece=budget != BUDGETS[0])
+            in_one_piece = budget != BUDGETS[0]
+            return replace(finding, outcome="exact", reason="", num_tokens=num_tokens, in_one_piece=in_one_piece)
         except (ModelError, InvalidRequestError) as error:
             finding = replace(finding, outcome="refused", reason=first_line(error))
             if "see each other" not in finding.reason:

@@ -232,6 +232,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
         "video_processor": video and video(),
         "feature_extractor": sound and sound(),
         "num_additional_image_tokens": 1,
+        "vision_feature_select_strategy": "default",
         **dict.fromkeys(_NUM_TOKENS, num_tokens),
         **{name: getattr(each, name) for each in (vision, config) for name in _OF_THE_MODEL if hasattr(each, name)},
     }

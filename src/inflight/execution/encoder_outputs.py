@@ -207,6 +207,8 @@ class EncoderOutputs:
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
+        if self._ranges is None:
+            return batch
         sequences = (self._sequences.get(span.slot) for span in batch.spans)
         return batch.with_items([() if each is None else each.whole for each in sequences])
 

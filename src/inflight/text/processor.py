@@ -136,8 +136,10 @@ class Processor:
             return self._given_token_id
         named = (getattr(each, "image_token_id", None) for each in (self.inner, self.inner.tokenizer))
         token_ids = self._sample(self.placeholder)
-        token_id: int = max((each for each in named if each is not None), key=token_ids.count)
-        return token_id
+        token_id = max((each for each in named if each is not None), key=token_ids.count, default=None)
+        if token_id is None:
+            raise InvalidRequestError("neither the model's configuration nor its processor names a token for images")
+        return int(token_id)
 
     @cached_property
     def placeholder(self) -> str:
@@ -186,7 +188,10 @@ class _Remembering:
 
     def __call__(self, images: Any, *args: Any, **kwargs: Any) -> Any:
         digest = blake2b(repr((args, sorted(kwargs.items()))).encode(), digest_size=32)
-        _add(digest, images)
+        try:
+            _add(digest, images)
+        except AttributeError:  # a processor has made something else of them
+            return self._inner(images, *args, **kwargs)
         key = digest.digest()
         if key not in self._kept:
             result = self._inner(images, *args, **kwargs)
@@ -234,6 +239,10 @@ def open_image(source: ImageSource) -> Image:
         return turned.convert("RGB")
     except InvalidRequestError:
         raise
+    except PIL.UnidentifiedImageError as error:
+        is_path = isinstance(source, os.PathLike) or (isinstance(source, str) and not _DATA_URL.match(source))
+        what = repr(os.fspath(source)) if is_path else "it"
+        raise InvalidRequestError(f"an image cannot be read: {what} has no format that Pillow knows") from error
     except (binascii.Error, OSError, ValueError, TypeError, SyntaxError, AttributeError, EOFError) as error:
         raise InvalidRequestError(f"an image cannot be read: {one_line(error)}") from error
     except PIL.Image.DecompressionBombError as error:

@@ -172,17 +172,18 @@ function Content({ content }) {
     <p class="text">${textIn(content)}</p>`;
 }
 
-// A file with its data URL.
+let nextNumber = 0;
+
+// A file with its data URL, and a number by which its thumbnail is known.
 const readImage = (file) =>
   new Promise((resolve, reject) => {
     if (!file.type.startsWith("image/")) return reject(new Error(`${file.name} is not an image`));
     const reader = new FileReader();
-    reader.onload = () => resolve({ name: file.name, url: reader.result });
+    reader.onload = () => resolve({ number: nextNumber++, name: file.name, url: reader.result });
     reader.onerror = () => reject(new Error(`${file.name} cannot be read`));
     reader.readAsDataURL(file);
   });
 
-let nextNumber = 0;
 const newColumn = (text = "") => ({ number: nextNumber++, text, images: [], messages: [], answers: {}, controller: null });
 
 const EMPTY = { ...Object.fromEntries(NUMBERS.map(([name]) => [name, ""])), stop: "", bad_words: "", stop_token_ids: "", logit_bias: "", cache_salt: "", ignore_eos: false, logprobs: false, speculation: true, form: "none", pattern: "", tools: "", tool_choice: "auto", system: "" };
@@ -376,7 +377,7 @@ export function Playground({ about }) {
         <label class="field"><span class="hidden">${mode === "chat" ? "Your message" : "The prompt"}</span>
           <textarea rows="3" class="prompt" placeholder=${mode === "chat" ? "Say something" : "A text to go on with"} value=${column.text}
             onInput=${(e) => { column.text = e.target.value; changed(); }} onKeyDown=${(e) => e.key === "Enter" && (e.ctrlKey || e.metaKey) && send(column)} /></label>
-        ${readsImages && column.images.length > 0 && html`<p class="images">${column.images.map((image, i) => html`<span key=${i}><img src=${image.url} alt=${image.name} /><button type="button" aria-label=${`Remove ${image.name}`} onClick=${() => detach(column, image)}>×</button></span>`)}</p>`}
+        ${readsImages && column.images.length > 0 && html`<p class="images">${column.images.map((image) => html`<span key=${image.number}><img src=${image.url} alt=${image.name} /><button type="button" aria-label=${`Remove ${image.name}`} onClick=${() => detach(column, image)}>×</button></span>`)}</p>`}
         <p class="controls"><button type="button" onClick=${() => send(column)}>Send this</button>
           ${readsImages && html`<button type="button" onClick=${(e) => e.target.nextElementSibling.click()}>Attach images</button>
             <input type="file" accept="image/*" multiple hidden aria-label="Images" onChange=${(e) => { attach(column, e.target.files); e.target.value = ""; }} />`}

@@ -4,8 +4,10 @@ One step: the scheduler plans it, the runner runs it and samples tokens, the sch
 publishes the results. Only this class feeds results back to scheduling:
 
 - a sequence ends early: by an abort, its deadline, a stop string, or because no token could be sampled;
-- a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
-- step times bound the prefill of later steps (`PrefillLimit`), and give the cost of draft tokens (`Speculation`).
+- a step fails (its sequences end with "error"), or is planned again: its forward pass was interrupted, or an image of
+  one sequence cannot be encoded (which ends with "error");
+- step times bound the prefill and the images of later steps (`PrefillLimit`), and give the cost of draft tokens
+  (`Speculation`).
 
 Requests are token ids here; callers tokenize and detokenize.
 """
@@ -43,6 +45,7 @@ from inflight.engine.speculating import check_draft, describe_speculation, load_
 from inflight.engine.step_feedback import StepFeedback, Totals
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.adapters import AdapterCheckpoint
+from inflight.execution.encoder_outputs import EncodingError
 from inflight.execution.hf.load import ModelSource, WatchedWeights, default_sampling_params, writes_to_its_weights
 from inflight.execution.pooling.checkpoint import pooling_plan
 from inflight.scheduling.scheduler import Scheduler
@@ -180,7 +183,7 @@ class Engine:
         if request.request_id in self._reporter:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
         if request.multimodal is not None:
-            inputs = self.runner.encode(request.prompt_token_ids, request.multimodal)
+            inputs = self.runner.check_images(request.prompt_token_ids, request.multimodal)
             limits = self.scheduler.limits
             check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
             request = replace(request, multimodal=inputs)
@@ -257,7 +260,9 @@ class Engine:
         if plan is not None:
             self._totals.observe(plan)
             duration = time.monotonic() - start_time
-            self.feedback.observe(plan, duration)
+            if (images := self.runner.encoder_outputs) is not None:
+                self.feedback.observe_encoding(images.num_encoded, images.seconds)
+            self.feedback.observe(plan, duration - (0.0 if images is None else images.seconds))
             if planned is not None:
                 record = self._watch.record(planned, self._totals.steps - 1, start_time, duration)
         if self.observer and record is not None:
@@ -282,6 +287,11 @@ class Engine:
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except BaseException as error:
+            if isinstance(error, EncodingError):
+                self.scheduler.discard()  # the others are planned again
+                if (sequence := self.scheduler.finish(error.sequence_id, "error")) is not None:
+                    self._reporter.add([SequenceUpdate(sequence, [], error=str(error))])
+                return
             if not isinstance(error, Exception) or isinstance(error, RankLostError):
                 self.scheduler.discard()
                 raise

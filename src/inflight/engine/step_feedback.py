@@ -9,7 +9,8 @@ step of decodes alone. Under load hardly any step has decodes alone: but a prefi
 average token of its step, so `stretch` of them for each decode are always within the limit.
 
 In the background no caller waits for a token, but the next request waits for the end of the step, which a small step
-keeps short compared with its own prefill.
+keeps short compared with its own prefill. An image has to be encoded in one go: a step encodes one, or as many as take
+`ENCODING_SECONDS`.
 
 Pure: callers pass durations in.
 """
@@ -33,6 +34,9 @@ BACKGROUND_TOKENS = 64
 BACKGROUND_SECONDS = 0.1
 """Seconds within which it may have more."""
 
+ENCODING_SECONDS = 0.1
+"""Seconds of a step in which images are encoded."""
+
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running average."""
 
@@ -47,6 +51,17 @@ class PrefillLimit:
         self.stretch = stretch
         self._decode_times = StepTimes()  # of steps without prefill
         self._seconds_per_token: float | None = None
+        self._seconds_per_item: float | None = None
+
+    def num_items(self) -> int:
+        """How many images a step may encode."""
+        return max(1, int(ENCODING_SECONDS / max(self._seconds_per_item or ENCODING_SECONDS, 1e-6)))
+
+    def observe_items(self, num_items: int, seconds: float) -> None:
+        """Learn from the encoding of images, which took `seconds`."""
+        each = seconds / num_items
+        known = each if self._seconds_per_item is None else self._seconds_per_item
+        self._seconds_per_item = known + SMOOTHING * (each - known)
 
     def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
         """The limit beside `num_decodes`; None: unknown yet."""
@@ -129,8 +144,15 @@ class StepFeedback:
         self._num_accepted_tokens = 0
         self.prefill_limit: PrefillLimit | None = None
 
+    def observe_encoding(self, num_items: int, seconds: float) -> None:
+        """Learn from a step's images."""
+        if self.prefill_limit is not None:
+            if num_items:
+                self.prefill_limit.observe_items(num_items, seconds)
+            self._scheduler.limit_items = self.prefill_limit.num_items
+
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step."""
+        """Learn from a step, which took `seconds` besides encoding images."""
         scheduler = self._scheduler
         if self._speculation is not None:
             num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)

@@ -1,6 +1,9 @@
 """`EncoderOutputs`: encodes the images and sounds of running sequences, and puts the outputs in place of their
 placeholder tokens.
 
+A step encodes what its own placeholders stand for, unless it is kept from an earlier step; the scheduler decides how
+many items that may be. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
+
 A multimodal model of `transformers` takes encoder outputs as `mm_encoder_outputs`, one row for each placeholder among
 the tokens of a forward pass. So a step gives it the rows of its own placeholders, whatever sequences they belong to.
 Each item is encoded alone, so its bits depend on no other.
@@ -8,8 +11,10 @@ Each item is encoded alone, so its bits depend on no other.
 
 import inspect
 import sys
+import time
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +42,15 @@ TYPES = "token_type_ids"
 
 NUM_AROUND = 8
 MAX_BYTES = 2**28
-"""Encoder outputs that are kept for later requests."""
+"""Encoder outputs that are kept for later steps."""
+
+
+class EncodingError(ModelError):
+    """The model cannot encode an item of this sequence."""
+
+    def __init__(self, sequence_id: int, message: str) -> None:
+        super().__init__(message)
+        self.sequence_id = sequence_id
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,18 +80,14 @@ class _SequenceInputs:
     """What the steps of one sequence need.
 
     Attributes:
-        rows: by kind, the rows of its placeholders.
-        places: by kind, their indices, `[n]` int64, ascending.
+        given: its images and sounds.
         positions: of the prompt's tokens, `[k, L]` int64.
         types: arguments of the model with a value for each token of the prompt, `[L]`.
-        whole: see `MultimodalInputs`.
     """
 
-    rows: Mapping[str, _Rows]
-    places: Mapping[str, np.ndarray[Any, Any]]
+    given: MultimodalInputs
     positions: Tensor
     types: Mapping[str, Tensor]
-    whole: Sequence[tuple[int, int]]
 
     def positions_of(self, start: int, end: int) -> Tensor:
         """The positions `[k, end - start]` of these tokens. After the prompt each dimension counts on from its last, as
@@ -107,12 +116,17 @@ class EncoderOutputs:
     Args:
         model: exclusively ours.
         attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
+
+    Attributes:
+        num_encoded, seconds: the items that the last step encoded, and how long that took.
     """
 
     def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
         self._model = model
         self._attention_calls = attention_calls
+        self.num_encoded, self.seconds = 0, 0.0
         self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
+        self._like: dict[str, _Rows] = {}  # by kind, without rows: what is the same for all items
         self._sequences: dict[int, _SequenceInputs] = {}  # by slot
         self._is_checked = False
         self._ranges: str | None = None  # which tokens of an image see each other (see `_ranges`); None: none
@@ -120,14 +134,38 @@ class EncoderOutputs:
         self._token_ids = {kind: placeholder_id(model.config, kind) for kind in ("image", "audio")}
 
     def take(self, plan: StepPlan) -> None:
-        """Track releases and assignments of slots; encode what newly assigned sequences need."""
+        """Track releases and assignments of slots. Raises `EncodingError`."""
+        self.num_encoded, self.seconds = 0, 0.0
         for slot in plan.released_slots:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
             if assignment.multimodal is not None:
-                self._sequences[assignment.slot] = self._inputs(
-                    assignment.token_ids[: assignment.prompt_len], assignment.multimodal
-                )
+                prompt = assignment.token_ids[: assignment.prompt_len]
+                with _failing(assignment.sequence_id):
+                    self._sequences[assignment.slot] = self._inputs(prompt, assignment.multimodal)
+
+    def missing(self, plan: StepPlan) -> dict[bytes, tuple[int, EncoderInput]]:
+        """What `encode` must encode for a step's placeholders: items by digest, with a sequence that has each. Of
+        those that other steps needed, the oldest are dropped, if there are too many."""
+        needed: dict[bytes, tuple[int, EncoderInput]] = {}
+        for span in plan.spans:
+            if (sequence := self._sequences.get(span.slot)) is not None:
+                for item in sequence.given.items_between(span.start, span.end):
+                    needed[item.digest] = span.sequence_id, item
+        kept = needed.keys() & self._kept.keys()
+        for digest in kept:
+            self._kept.move_to_end(digest)
+        while len(self._kept) > len(kept) and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
+            self._kept.popitem(last=False)
+        return {digest: each for digest, each in needed.items() if digest not in kept}
+
+    def encode(self, missing: Mapping[bytes, tuple[int, EncoderInput]]) -> None:
+        """Encode a step's items. Raises `EncodingError`."""
+        start = time.monotonic()
+        for sequence_id, item in missing.values():
+            with _failing(sequence_id):
+                self._encode(item)
+        self.num_encoded, self.seconds = len(missing), time.monotonic() - start
 
     def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs | None:
         """What this step needs; None: it has no sequence with images or sounds.
@@ -140,18 +178,21 @@ class EncoderOutputs:
         num_rows = max(len(each.positions) for each in self._sequences.values())
         own = positions.expand(num_rows, -1).clone()
         options: dict[str, Any] = {}
-        known: dict[str, list[tuple[_Rows, Tensor, Tensor]]] = {}  # rows, which of them, where in the step's row
+        known: dict[str, list[tuple[_Rows, slice, Tensor]]] = {}  # rows, which of them, where in the step's row
         first = 0
         for span in batch.spans:
             sequence, end = self._sequences.get(span.slot), first + span.length
             if sequence is not None:
                 own[:, first:end] = sequence.positions_of(span.start, span.end)
-                for kind, places in sequence.places.items():
-                    lowest, highest = np.searchsorted(places, (span.start, span.end))
-                    is_prompt = span.start < sequence.positions.shape[1]
-                    if lowest < highest or (is_prompt and sequence.rows[kind].others):
-                        where = torch.from_numpy(places[lowest:highest] - span.start + first)
-                        known.setdefault(kind, []).append((sequence.rows[kind], torch.arange(lowest, highest), where))
+                if span.start < sequence.positions.shape[1]:
+                    for kind in {item.kind for item in sequence.given.items if self._like[item.kind].others}:
+                        known.setdefault(kind, [])
+                for item in sequence.given.items_between(span.start, span.end):
+                    places = np.asarray(item.places, dtype=np.int64)
+                    lowest, highest = np.searchsorted(places, (span.start, span.end)).tolist()
+                    where = torch.from_numpy(places[lowest:highest] - span.start + first)
+                    part = self._kept[item.digest], slice(lowest, highest), where
+                    known.setdefault(item.kind, []).append(part)
                 for name, types in sequence.types.items():
                     row = options.setdefault(name, types.new_zeros(1, len(input_ids)))
                     row[0, first : first + len(types[span.start : span.end])] = types[span.start : span.end]
@@ -164,10 +205,10 @@ class EncoderOutputs:
         is_flat = bool((own == own[:1]).all())
         return StepInputs(own[0] if is_flat else own, options if known else {})
 
-    def _merged(self, kind: str, parts: list[tuple[_Rows, Tensor, Tensor]], input_ids: Tensor) -> ModelOutput:
+    def _merged(self, kind: str, parts: list[tuple[_Rows, slice, Tensor]], input_ids: Tensor) -> ModelOutput:
         """The model's encoder output for one step's placeholders. Those without an item, which a text may have, too,
         keep their own embedding."""
-        like = parts[0][0]
+        like = self._like[kind]
         token_id = self._token_ids[kind]
         assert token_id is not None
         places = torch.eq(input_ids, token_id).nonzero()[:, 0]
@@ -184,18 +225,18 @@ class EncoderOutputs:
             given[DEEP] = [contained(each) for each in deep]
         return like.kind(**given, **like.others)
 
-    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
-        """Encode a prompt's items before it is queued; return them with `whole`. Raises `InvalidRequestError` if the
-        model cannot take them."""
+    def check(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
+        """Check a prompt's items before it is queued; return them with `whole`. Of the first prompt, one is encoded.
+        Raises `InvalidRequestError` if the model cannot take them."""
         try:
-            sequence = self._inputs(token_ids, inputs)
-            if not self._is_checked:
-                self._check_visibility(token_ids, sequence, len(inputs.items[0].places))
-                self._is_checked = True
-        except ModelError as error:
+            with _failing(0):
+                sequence = self._inputs(token_ids, inputs)
+                if not self._is_checked:
+                    self._encode(inputs.items[0])
+                    self._check_visibility(token_ids, sequence)
+                    self._is_checked = True
+        except EncodingError as error:
             raise InvalidRequestError(str(error)) from error
-        except (RuntimeError, ValueError, TypeError, IndexError) as error:  # in the model's own code
-            raise InvalidRequestError(f"the model cannot encode the images: {first_line(error)}") from error
         if self._ranges is None:
             return inputs
         whole = _ranges(sequence, 0, len(token_ids))[self._ranges]
@@ -210,16 +251,15 @@ class EncoderOutputs:
         if self._ranges is None:
             return batch
         sequences = (self._sequences.get(span.slot) for span in batch.spans)
-        return batch.with_items([() if each is None else each.whole for each in sequences])
+        return batch.with_items([() if each is None else each.given.whole for each in sequences])
 
     @torch.inference_mode()
-    def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs, num_rows: int) -> None:
+    def _check_visibility(self, token_ids: Sequence[int], sequence: _SequenceInputs) -> None:
         """Find the attention calls in which the tokens of an image see each other. Raise `ModelError` if a token sees
         anything else that comes after it. The model's masks for two images with a few tokens around show it."""
-        kind, rows = next(iter(sequence.rows.items()))
-        places = sequence.places[kind]
-        begin, end = int(places[0]), int(places[num_rows - 1]) + 1
-        following = next((int(each) for each in places[num_rows:]), len(token_ids))
+        item, *others = sequence.given.items
+        rows, kind, begin, end = self._kept[item.digest], item.kind, item.places[0], item.places[-1] + 1
+        following = next((each.places[0] for each in others), len(token_ids))
         start, stop = max(0, begin - NUM_AROUND), min(end + NUM_AROUND, following)
         ranges = _ranges(sequence, start, stop, num_times=2)
         row = torch.tensor([*token_ids[start:stop]] * 2, device=self._model.device)
@@ -248,8 +288,7 @@ class EncoderOutputs:
             sees.append(found)
             return query.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1])
 
-        where = torch.from_numpy(places[:num_rows]) - start
-        which = torch.arange(num_rows)
+        where, which = torch.tensor(item.places) - start, slice(None)
         types = {name: each[None, start:stop].repeat(1, 2) for name, each in sequence.types.items()}
         positions = sequence.positions[:, start:stop].repeat(1, 2)
         if len(positions) == 1:
@@ -290,30 +329,13 @@ class EncoderOutputs:
         rope = getattr(self._model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
         num_dimensions = len(rope.get("mrope_section") or range(3))  # a further first row is for masks
         positions = positions.reshape(-1, length)[-num_dimensions:]
-        rows: dict[str, _Rows] = {}
-        places: dict[str, np.ndarray[Any, Any]] = {}
-        for kind in {item.kind for item in inputs.items}:
-            items = [item for item in inputs.items if item.kind == kind]
-            encoded = [self._encoded(item) for item in items]
-            deep = encoded[0].deep
-            rows[kind] = _Rows(
-                torch.cat([each.pooled for each in encoded]),
-                None
-                if deep is None
-                else tuple(map(torch.cat, zip(*(each.deep or () for each in encoded), strict=True))),
-                encoded[0].kind,
-                encoded[0].is_list,
-                encoded[0].others,
-            )
-            places[kind] = np.concatenate([np.asarray(item.places, dtype=np.int64) for item in items])
         names = {name for name in inspect.signature(self._model.forward).parameters if name.endswith(TYPES)}
         types = {name: each[0] for name, each in given.items() if name in names}
-        return _SequenceInputs(rows, places, positions, types, inputs.whole)
+        return _SequenceInputs(inputs, positions, types)
 
-    def _encoded(self, item: EncoderInput) -> _Rows:
-        if item.digest in self._kept:
-            self._kept.move_to_end(item.digest)
-            return self._kept[item.digest]
+    @torch.inference_mode()
+    def _encode(self, item: EncoderInput) -> None:
+        """Encode an item and keep its rows."""
         model = self._model
         for encoder in encoders(model):
             encoder.to(model.dtype)
@@ -335,17 +357,28 @@ class EncoderOutputs:
                 f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs"
             )
         self._kept[item.digest] = rows
-        while len(self._kept) > 1 and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
-            self._kept.popitem(last=False)
-        return rows
+        if item.kind not in self._like:
+            none = None if layers is None else tuple(each[:0].clone() for each in layers)
+            self._like[item.kind] = replace(rows, pooled=rows.pooled[:0].clone(), deep=none)
+
+
+@contextmanager
+def _failing(sequence_id: int) -> Iterator[None]:
+    """Raise errors of the model's own code as `EncodingError`."""
+    try:
+        yield
+    except ModelError as error:
+        raise EncodingError(sequence_id, str(error)) from error
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise EncodingError(sequence_id, f"the model cannot encode the images: {first_line(error)}") from error
 
 
 def _ranges(sequence: _SequenceInputs, start: int, end: int, num_times: int = 1) -> dict[str, list[tuple[int, int]]]:
     """The ranges of tokens that a model may take for an image, from `start`: neighbouring placeholders, or, by an
     argument that tells types of tokens, neighbours of the placeholders' type; of the row, repeated `num_times`."""
     is_place = np.zeros(sequence.positions.shape[1], dtype=bool)
-    for places in sequence.places.values():
-        is_place[places] = True
+    for item in sequence.given.items:
+        is_place[list(item.places)] = True
     found = {name: (each == each[int(is_place.argmax())]).numpy() for name, each in sequence.types.items()}
     ranges = {}
     for name, is_item in {PLACES: is_place, **found}.items():

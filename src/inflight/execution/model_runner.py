@@ -79,13 +79,17 @@ class ModelRunner:
         """The cache's layout."""
         return cache_layout(self.executor, self.config)
 
-    def encode(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
-        """Encode a prompt's images, for the steps that compute its placeholders; return them with `whole`. Raises
-        `InvalidRequestError` if the model cannot take them."""
-        outputs = self.require_packed().encoder_outputs
-        assert outputs is not None
+    @property
+    def encoder_outputs(self) -> EncoderOutputs | None:
+        """Of the model's images; None: it reads none."""
+        return self.executor.encoder_outputs if isinstance(self.executor, PackedExecutor) else None
+
+    def check_images(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
+        """Check a prompt's images; return them with `whole`. Raises `InvalidRequestError` if the model cannot take
+        them."""
+        assert self.encoder_outputs is not None
         self.threads.prepare(are_own=False)
-        return outputs.encode(token_ids, inputs)
+        return self.encoder_outputs.check(token_ids, inputs)
 
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step.
@@ -114,13 +118,17 @@ class ModelRunner:
         return by_span(plan, token_ids, scores)
 
     def compute(self, plan: StepPlan) -> tuple[RaggedBatch, torch.Tensor] | None:
-        """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens."""
+        """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens. Raises `EncodingError`
+        if an image of a sequence cannot be encoded."""
         if plan.released_slots:
             self.executor.release(plan.released_slots)
         if self.adapters is not None:
             self.adapters.take(plan)
-        if isinstance(self.executor, PackedExecutor) and self.executor.encoder_outputs is not None:
-            self.executor.encoder_outputs.take(plan)
+        if (images := self.encoder_outputs) is not None:
+            images.take(plan)
+            if missing := images.missing(plan):
+                self.threads.prepare(are_own=False)
+                images.encode(missing)
         if self._pooler is not None:
             self._pooler.take(plan)
         if not plan.spans:

@@ -120,6 +120,7 @@ class Scheduler:
         count: totals so far.
         limit_prefill: returns the `max_prefill_tokens_per_step` for a number of decodes, in the background or not;
             replaced when step times are measured.
+        limit_items: returns the most images or sounds that a step encodes; replaced likewise.
     """
 
     def __init__(
@@ -138,6 +139,7 @@ class Scheduler:
         self.block_pool = block_pool
         self.limits = limits
         self.limit_prefill: Callable[[int, bool], int | None] = lambda _, __: limits.max_prefill_tokens_per_step
+        self.limit_items: Callable[[], int | None] = lambda: None
         self.count = Counters()
         most_running = num_states // STATES_PER_SLOT or limits.max_num_seqs
         num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens, most_running)
@@ -162,6 +164,7 @@ class Scheduler:
         if speculator is not None:
             self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
         self._num_scorable_tokens = limits.max_scored_tokens  # left in the step being planned
+        self._num_items: int | None = None  # left likewise; None: no limit
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
         self._is_held_back = False  # whether a sequence could start, were it not for kept blocks
@@ -280,7 +283,7 @@ class Scheduler:
         if self.retention is not None:
             self.retention.expire()
         lengths: dict[Sequence, int] = {}
-        self._num_scorable_tokens = self.limits.max_scored_tokens
+        self._num_scorable_tokens, self._num_items = self.limits.max_scored_tokens, self.limit_items()
         if self._resumption is not None and (best := self.sequences.waiting.best(self.count.steps)) is not None:
             self._release_ended_for(best)
         running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
@@ -519,7 +522,7 @@ class Scheduler:
 
     def _longest_span(self, sequence: Sequence, budget: int, lengths: Mapping[Sequence, int]) -> int:
         """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
-        rows. An image whose tokens see each other may take all that the step has left."""
+        rows; and the limit of images. One whose tokens see each other may take all that the step has left."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
         length = max(0, min(sequence.num_uncomputed_tokens, budget))
@@ -528,7 +531,7 @@ class Scheduler:
         if (inputs := sequence.request.multimodal) is not None:
             start = sequence.num_computed_tokens
             limit = start + self.limits.max_num_batched_tokens - sum(lengths.values())
-            length = inputs.end_of_step(start, start + length, limit) - start
+            length = inputs.end_of_step(start, start + length, limit, self._num_items) - start
         return length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
@@ -547,6 +550,9 @@ class Scheduler:
         lengths[sequence] = length
         if sequence.wants_scores:
             self._num_scorable_tokens -= length
+        if self._num_items is not None and (inputs := sequence.request.multimodal) is not None:
+            start = sequence.num_computed_tokens
+            self._num_items = max(0, self._num_items - len(inputs.items_between(start, start + length)))
         if length > 1:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned

@@ -50,8 +50,19 @@ class MultimodalInputs:
     arrays: Mapping[str, Array] = field(default_factory=dict)
     whole: Sequence[tuple[int, int]] = ()
 
-    def end_of_step(self, start: int, end: int, limit: int) -> int:
-        """Where a step ends that begins at `start` and would end at `end`; at most at `limit`."""
+    def items_between(self, start: int, end: int) -> list[EncoderInput]:
+        """The items whose placeholders are among the tokens `[start, end)`."""
+        return [item for item in self.items if item.places[0] < end and item.places[-1] >= start]
+
+    def end_of_step(self, start: int, end: int, limit: int, num_items: int | None = None) -> int:
+        """Where a span ends that begins at `start` and would end at `end`; at most at `limit`.
+
+        Args:
+            num_items: the most items it may have, or else one range that no step may end within; None: no limit.
+        """
+        if num_items is not None and len(items := self.items_between(start, end)) > num_items:
+            end = max(start, items[num_items].places[0])
+            limit = limit if num_items else end
         within = next((each for each in self.whole if each[0] < end < each[1]), None)
         if within is None:
             return end
@@ -61,7 +72,7 @@ class MultimodalInputs:
     def digest_between(self, start: int, end: int) -> bytes:
         """What tells the content of the tokens `[start, end)` from that of equal tokens: the digests of the items whose
         placeholders are among them."""
-        return b"".join(item.digest for item in self.items if item.places[0] < end and item.places[-1] >= start)
+        return b"".join(item.digest for item in self.items_between(start, end))
 
 
 def placeholder_id(config: Any, kind: str) -> int | None:

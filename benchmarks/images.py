@@ -2,14 +2,17 @@
 
 python -m benchmarks.images --pages 64 --rounds 3
 python -m benchmarks.images --questions 10
+python -m benchmarks.images --beside 8
 
 SmolVLM-256M's shape (the class Idefics3) with random weights and a vocabulary of bytes; images of random pixels,
 448 x 448, each one tile of 64 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate, and
 medians are compared. `--questions`: the time to the first token of each question about one image, the first of which
-pays for the image.
+pays for the image. `--beside`: the time between tokens of four streams of text, alone and while a prompt with four
+images comes every so many seconds.
 """
 
 import argparse
+import asyncio
 import copy
 import time
 from collections.abc import Callable, Sequence
@@ -22,11 +25,12 @@ from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefi
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from benchmarks.compare import describe_machine
-from inflight import LLM, SamplingParams
+from inflight import LLM, AsyncLLM, SamplingParams
 from tests.text.tokenizers_for_tests import byte_level
 
 SIDE, TILE, TOKENS_OF_IMAGE = 448, 512, 64
 NUM_NEW, BATCH = 32, 8
+NUM_ASKED = 4
 TEXT = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -138,18 +142,76 @@ def ask(num_questions: int, options: dict[str, Any]) -> None:
     print(f"first {taken[0]:.2f} s, then {', '.join(f'{each:.3f}' for each in taken[1:])} s: {share:.1%} of it")
 
 
+async def _stream(llm: AsyncLLM, prompt: str, until: float, gaps: list[float]) -> None:
+    """Add the seconds between a text's tokens, until this time."""
+    params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
+    stream, last = llm.generate(prompt, params), None
+    async for _ in stream:
+        now = time.perf_counter()
+        if last is not None:
+            gaps.append(now - last)
+        last = now
+        if now > until:
+            break
+    await stream.aclose()
+
+
+async def _asks(llm: AsyncLLM, prompts: Sequence[dict[str, Any]], seconds: float) -> list[float]:
+    """Send a prompt every so many seconds; return the time that each took."""
+    params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
+
+    async def ask(number: int) -> float:
+        await asyncio.sleep(number * seconds)
+        start = time.perf_counter()
+        async for _ in llm.generate(prompts[number], params):
+            pass
+        return time.perf_counter() - start
+
+    return await asyncio.gather(*map(ask, range(len(prompts))))
+
+
+async def beside(seconds: float, num_rounds: int, options: dict[str, Any]) -> None:
+    """Measure streams of text, alone and beside images, in turn."""
+    model, processor = make()
+    gaps: dict[bool, list[float]] = {False: [], True: []}
+    waits: list[float] = []
+    four = [
+        {"prompt": f"{'<image>' * 4}{each['prompt'].removeprefix('<image>')}", "images": []}
+        for each in pages(1 + num_rounds * NUM_ASKED)
+    ]
+    for prompt in four:
+        prompt["images"] = [np.random.default_rng().integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(4)]
+    async with AsyncLLM(model, processor, in_process=True, speculation="off", **options) as llm:
+        await _asks(llm, four[:1], 0)
+        for number in range(num_rounds):
+            for has_images in (False, True):
+                until = time.perf_counter() + NUM_ASKED * seconds
+                some = four[1 + number * NUM_ASKED :][:NUM_ASKED] if has_images else []
+                streams = [_stream(llm, f"Text {each}", until, gaps[has_images]) for each in range(4)]
+                _, took = await asyncio.gather(asyncio.gather(*streams), _asks(llm, some, seconds))
+                waits += took
+    print("| milliseconds between tokens | p50 | p99 | p99.9 | longest |\n|---|---:|---:|---:|---:|")
+    for has_images, own in gaps.items():
+        times = " | ".join(f"{each:.0f}" for each in np.percentile(own, [50, 99, 99.9, 100]) * 1000)
+        print(f"| {'beside images' if has_images else 'alone'} | {times} |")
+    print(f"a prompt with four images: {median(waits):.1f} s")
+
+
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pages", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--questions", type=int, default=0)
+    parser.add_argument("--beside", type=float, default=0)
     parser.add_argument("--quantization")
     arguments = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     options = {} if arguments.quantization is None else {"quantization": arguments.quantization}
     if arguments.questions:
         ask(arguments.questions, options)
+    elif arguments.beside:
+        asyncio.run(beside(arguments.beside, arguments.rounds, options))
     else:
         compare(arguments.pages, arguments.rounds, options)
 

@@ -1,97 +1,121 @@
-"""When images are encoded: in the step that needs them, as many as it may, and each once."""
+"""When images are encoded: once, between steps, in slices of time, and without cost for others."""
 
 import copy
 import inspect
+import threading
+import time
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import torch
 
 from inflight import LLM, SamplingParams
-from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import StepPlan
-from inflight.engine.step_feedback import ENCODING_SECONDS, PrefillLimit
+from inflight.engine import step_feedback
+from inflight.engine.step_feedback import PrefillLimit
+from inflight.entrypoints.inputs import read_prompt
 from inflight.execution import encoder_outputs
+from inflight.execution.slices import Sliced
 from tests.multimodal.models import image, with_processor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+PROMPTS = [("The quick", []), ("<image> and <image>?", [1, 2]), ("a<image><image>c<image>", [2, 0, 3]), ("A dog", [])]
 
 
-class Steps:
-    """An LLM, and how many images each of its steps has encoded."""
+class Engine:
+    """An LLM whose steps and encoded images are counted."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, model_type: str, **options: Any) -> None:
         model, processor = with_processor(model_type)
         self.llm = LLM(copy.deepcopy(model), processor, block_size=4, num_blocks=200, max_num_seqs=8, **options)
         self.mark = "<boi>" if model_type == "gemma3" else "<image>"
-        self.encoded: list[int] = []
+        self.encoded: list[bytes] = []
         self.plans: list[StepPlan] = []
-        run = self.llm.engine.runner.run
+        self.num_calls = 0
+        runner = self.llm.engine.runner
+        images = runner.encoder_outputs
+        assert images is not None
+        self.images = images
+        run, encode, keep = runner.run, runner.encode, images._encoded
 
-        def observed(plan: StepPlan, masks: Any) -> Any:
-            given = run(plan, masks)
-            images = self.llm.engine.runner.encoder_outputs
-            assert images is not None
-            if plan.spans:
-                self.encoded.append(images.num_encoded)
-                self.plans.append(plan)
-            return given
+        def running(plan: StepPlan, masks: Any) -> Any:
+            self.plans += [plan] if plan.spans else []
+            return run(plan, masks)
 
-        monkeypatch.setattr(self.llm.engine.runner, "run", observed)
+        def encoding(*args: Any) -> None:
+            self.num_calls += 1
+            encode(*args)
 
-    def answers(self, *prompts: tuple[str, list[int]]) -> list[list[int]]:
+        def keeping(item: Any) -> Any:
+            self.encoded.append(item.digest)
+            return keep(item)
+
+        monkeypatch.setattr(runner, "run", running)
+        monkeypatch.setattr(runner, "encode", encoding)
+        monkeypatch.setattr(images, "_encoded", keeping)
+
+    def outputs(self, *prompts: tuple[str, list[int]]) -> list[Any]:
         self.encoded.clear()
-        self.plans.clear()
         read = [
             {"prompt": text.replace("<image>", self.mark), "images": [image(each) for each in numbers]}
             for text, numbers in prompts
         ]
-        return [list(each.outputs[0].token_ids) for each in self.llm.generate(read, GREEDY, use_tqdm=False)]
+        return self.llm.generate(read, GREEDY, use_tqdm=False)
 
-
-PROMPTS = [("The quick", []), ("<image> and <image>?", [1, 2]), ("a<image><image>c<image>", [2, 0, 3]), ("A dog", [])]
+    def answers(self, *prompts: tuple[str, list[int]]) -> list[list[int]]:
+        return [list(each.outputs[0].token_ids) for each in self.outputs(*prompts)]
 
 
 @pytest.mark.parametrize("model_type", ["llava", "idefics3", "gemma3"])
-def test_a_step_encodes_as_many_images_as_it_may_and_texts_do_not_wait(
+def test_texts_go_on_while_images_are_encoded_module_by_module(
     model_type: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    expected = Steps(monkeypatch, model_type).answers(*PROMPTS)
-    steps = Steps(monkeypatch, model_type)
-    monkeypatch.setattr(steps.llm.engine.scheduler, "limit_items", lambda: 1)
-    assert steps.answers(*PROMPTS) == expected
-    of_check = 1  # the first image of all shows what the model's tokens see
-    assert sum(steps.encoded) == len({1, 2, 0, 3}) - of_check
-    at_once = 2 if model_type == "gemma3" else 1  # neighbours whose tokens see each other, if they are one range
-    assert max(steps.encoded) <= at_once
+    expected = Engine(monkeypatch, model_type).answers(*PROMPTS)
+    engine = Engine(monkeypatch, model_type, speculation="off")
+    monkeypatch.setattr(step_feedback, "BACKGROUND_SECONDS", 0.0)  # a module's call at a time
+    engine.llm.engine.feedback.prefill_limit = PrefillLimit(stretch=0.0)
+    assert engine.answers(*PROMPTS) == expected
+    assert len(engine.encoded) == len(set(engine.encoded)) == len({0, 1, 2, 3}), "each once"
+    assert engine.num_calls > 20
     for number in (0, 3):
-        runs = [any(span.sequence_id == number for span in plan.spans) for plan in steps.plans]
-        assert runs[0], "a text starts in the first step"
-        assert runs == sorted(runs, reverse=True), "and has tokens in every one until it ends"
+        runs = [any(span.sequence_id == number for span in plan.spans) for plan in engine.plans]
+        assert runs == [True] * 8 + [False] * (len(runs) - 8), "a text has tokens in every step, from the first on"
+    assert engine.images._begun is None
+
+
+@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
+def test_outputs_without_room_are_encoded_when_they_are_needed(
+    model_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = Engine(monkeypatch, model_type).answers(*PROMPTS)
+    monkeypatch.setattr(encoder_outputs, "MAX_BYTES", 0)
+    engine = Engine(monkeypatch, model_type, max_num_batched_tokens=48)
+    assert engine.answers(*PROMPTS) == expected
+    assert engine.answers(*PROMPTS) == expected, "from the cache"
 
 
 def test_images_of_cached_blocks_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = Steps(monkeypatch, "llava")
+    engine = Engine(monkeypatch, "llava")
     prompt = ("<image> What is it, and why is it so?", [0])
-    first = steps.answers(prompt)
+    first = engine.answers(prompt)
     monkeypatch.setattr(encoder_outputs, "MAX_BYTES", 0)
-    steps.answers(("<image>", [1]))
-    assert sum(steps.encoded) == 1
-    assert steps.answers(prompt) == first
-    assert sum(steps.encoded) == 0, "its blocks were cached"
-    assert steps.answers(("<image> What?", [1]), ("<image> Why?", [2])) == [
-        steps.answers(("<image> What?", [1]))[0],
-        steps.answers(("<image> Why?", [2]))[0],
-    ]
+    engine.answers(("<image>", [1]))
+    assert len(engine.encoded) == 1
+    assert engine.answers(prompt) == first
+    assert not engine.encoded
 
 
-def test_an_image_that_cannot_be_encoded_ends_its_own_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("in_slices", [False, True])
+def test_an_image_that_cannot_be_encoded_ends_its_own_sequence_only(
+    in_slices: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     prompts = [("The quick", []), ("<image>?", [1]), ("<image>!", [2])]
-    expected = Steps(monkeypatch, "llava").answers(*prompts)
-    steps = Steps(monkeypatch, "llava")
-    steps.answers(("<image>", [0]))
-    model = steps.llm.engine.runner.executor.model.base_model
+    expected = Engine(monkeypatch, "llava").answers(*prompts)
+    engine = Engine(monkeypatch, "llava")
+    engine.answers(("<image>", [0]))
+    if in_slices:
+        engine.llm.engine.feedback.prefill_limit = PrefillLimit()
+    model: Any = engine.llm.engine.runner.model.base_model
     encode, seen = model.get_image_features, []
 
     def failing(pixel_values: Any, **options: Any) -> Any:
@@ -102,38 +126,43 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_sequence_only(monkeypatch:
 
     failing.__signature__ = inspect.signature(encode)  # type: ignore[attr-defined]
     monkeypatch.setattr(model, "get_image_features", failing)
-    found = steps.llm.generate(
-        [{"prompt": text, "images": [image(each) for each in numbers]} for text, numbers in prompts],
-        GREEDY,
-        use_tqdm=False,
-    )
+    found = engine.outputs(*prompts)
     assert [each.outputs[0].finish_reason for each in found] == ["length", "error", "length"]
-    assert "the model cannot encode the images: no such tile" in str(found[1].error)
-    assert list(found[0].outputs[0].token_ids) == expected[0]
-    assert list(found[2].outputs[0].token_ids) == expected[2]
+    assert str(found[1].error).startswith("the model cannot encode the images: no such tile")
+    assert [list(found[each].outputs[0].token_ids) for each in (0, 2)] == [expected[0], expected[2]]
 
 
-def test_the_number_of_images_follows_from_their_time() -> None:
-    limit = PrefillLimit()
-    assert limit.num_items() == 1, "unknown yet"
-    limit.observe_items(4, ENCODING_SECONDS)
-    assert limit.num_items() == 4
-    for _ in range(50):
-        limit.observe_items(1, 20 * ENCODING_SECONDS)
-    assert limit.num_items() == 1
+def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, "llava")
+    engine.answers(("<image>", [0]))
+    monkeypatch.setattr(step_feedback, "BACKGROUND_SECONDS", 0.0)
+    inner = engine.llm.engine
+    inner.feedback.prefill_limit = PrefillLimit(stretch=0.0)
+    read = read_prompt({"prompt": "<image>?", "images": [image(1)]}, engine.llm.tokenizer)
+    inner.submit(inner.inputs.accept("a", read.token_ids, GREEDY, multimodal=read.multimodal))
+    for _ in range(5):
+        inner.step()
+    assert engine.images._begun is not None
+    inner.abort("a")
+    assert engine.images._begun is None
+    assert "inflight-encoder" not in {each.name for each in threading.enumerate()}
 
 
-@given(st.data())
-def test_spans_have_at_most_so_many_images_and_go_on(data: st.DataObject) -> None:
-    borders = sorted(data.draw(st.sets(st.integers(0, 60), min_size=2, max_size=8)))
-    pairs = list(zip(borders[::2], borders[1::2], strict=False))
-    items = [EncoderInput("image", bytes([start]), range(start, end), {}) for start, end in pairs]
-    inputs = MultimodalInputs(items, whole=pairs if data.draw(st.booleans()) else ())
-    most, place = data.draw(st.integers(1, 3)), 0
-    while place < 70:
-        before = inputs.end_of_step(place, place + 70, place + 70, 0)
-        assert before == place or not inputs.items_between(place, before)
-        end = inputs.end_of_step(place, place + data.draw(st.integers(1, 70)), place + 70, most)
-        assert place < end
-        assert len(inputs.items_between(place, end)) <= most
-        place = end
+def test_a_sliced_computation_stands_still_between_modules() -> None:
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    given = torch.ones(1, 2)
+    sliced = Sliced(lambda: layers(given), layers)
+    results = [sliced.resume(time.monotonic()) for _ in range(5)]
+    assert results[:4] == [None] * 4
+    assert torch.equal(results[4], layers(given))
+    failing = Sliced(lambda: layers(torch.ones(1, 3)), layers)
+    assert failing.resume(time.monotonic()) is None
+    with pytest.raises(RuntimeError, match="shapes"):
+        failing.resume(time.monotonic() + 60)
+    unused = Sliced(lambda: layers(given), layers)
+    unused.abandon()
+    half = Sliced(lambda: layers(given), layers)
+    half.resume(time.monotonic())
+    half.abandon()
+    assert "inflight-encoder" not in {each.name for each in threading.enumerate()}
+    assert not any(layer._forward_pre_hooks for layer in layers)

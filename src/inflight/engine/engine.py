@@ -4,10 +4,9 @@ One step: the scheduler plans it, the runner runs it and samples tokens, the sch
 publishes the results. Only this class feeds results back to scheduling:
 
 - a sequence ends early: by an abort, its deadline, a stop string, or because no token could be sampled;
-- a step fails (its sequences end with "error"), or is planned again: its forward pass was interrupted, or an image of
-  one sequence cannot be encoded (which ends with "error");
-- step times bound the prefill and the images of later steps (`PrefillLimit`), and give the cost of draft tokens
-  (`Speculation`).
+- a step fails (its sequences end with "error") or its forward pass is interrupted (it is planned again);
+- step times bound the prefill of later steps, and the time for images between them (`PrefillLimit`), and give the cost
+  of draft tokens (`Speculation`).
 
 Requests are token ids here; callers tokenize and detokenize.
 """
@@ -109,6 +108,8 @@ class Engine:
             block_store=self._store,
             clock=time.monotonic,
         )
+        if self.runner.encoder_outputs is not None:
+            self.scheduler.has_item = self.runner.encoder_outputs.has
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)
@@ -234,6 +235,8 @@ class Engine:
         """
         self._is_stepping = True
         try:
+            if self.scheduler.wanted_items:
+                self._encode()
             self._step()
         finally:
             self._is_stepping = False
@@ -260,9 +263,7 @@ class Engine:
         if plan is not None:
             self._totals.observe(plan)
             duration = time.monotonic() - start_time
-            if (images := self.runner.encoder_outputs) is not None:
-                self.feedback.observe_encoding(images.num_encoded, images.seconds)
-            self.feedback.observe(plan, duration - (0.0 if images is None else images.seconds))
+            self.feedback.observe(plan, duration)
             if planned is not None:
                 record = self._watch.record(planned, self._totals.steps - 1, start_time, duration)
         if self.observer and record is not None:
@@ -271,6 +272,17 @@ class Engine:
             self._store.is_busy = self.scheduler.num_running > 0
             if plan is None and self.scheduler.persistence.is_waiting:
                 self._store.wait(LONGEST_WAIT)
+
+    def _encode(self) -> None:
+        """Encode images that the last plan would have had."""
+        wanted = {
+            digest: each for digest, each in self.scheduler.wanted_items.items() if self.scheduler.has_sequence(each[0])
+        }
+        try:
+            self.runner.encode(wanted, self.feedback.encoding_seconds)
+        except EncodingError as error:
+            if (sequence := self.scheduler.finish(error.sequence_id, "error")) is not None:
+                self._reporter.add([SequenceUpdate(sequence, [], error=str(error))])
 
     def _observe_assignments(self, plan: StepPlan, now: float) -> None:
         """Note when sequences took their slots, and start their grammars."""
@@ -287,11 +299,6 @@ class Engine:
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
         except BaseException as error:
-            if isinstance(error, EncodingError):
-                self.scheduler.discard()  # the others are planned again
-                if (sequence := self.scheduler.finish(error.sequence_id, "error")) is not None:
-                    self._reporter.add([SequenceUpdate(sequence, [], error=str(error))])
-                return
             if not isinstance(error, Exception) or isinstance(error, RankLostError):
                 self.scheduler.discard()
                 raise

@@ -9,8 +9,7 @@ step of decodes alone. Under load hardly any step has decodes alone: but a prefi
 average token of its step, so `stretch` of them for each decode are always within the limit.
 
 In the background no caller waits for a token, but the next request waits for the end of the step, which a small step
-keeps short compared with its own prefill. An image has to be encoded in one go: a step encodes one, or as many as take
-`ENCODING_SECONDS`.
+keeps short compared with its own prefill. Between steps, images are encoded for as long as a step's prefill may last.
 
 Pure: callers pass durations in.
 """
@@ -34,9 +33,6 @@ BACKGROUND_TOKENS = 64
 BACKGROUND_SECONDS = 0.1
 """Seconds within which it may have more."""
 
-ENCODING_SECONDS = 0.1
-"""Seconds of a step in which images are encoded."""
-
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running average."""
 
@@ -51,17 +47,11 @@ class PrefillLimit:
         self.stretch = stretch
         self._decode_times = StepTimes()  # of steps without prefill
         self._seconds_per_token: float | None = None
-        self._seconds_per_item: float | None = None
 
-    def num_items(self) -> int:
-        """How many images a step may encode."""
-        return max(1, int(ENCODING_SECONDS / max(self._seconds_per_item or ENCODING_SECONDS, 1e-6)))
-
-    def observe_items(self, num_items: int, seconds: float) -> None:
-        """Learn from the encoding of images, which took `seconds`."""
-        each = seconds / num_items
-        known = each if self._seconds_per_item is None else self._seconds_per_item
-        self._seconds_per_item = known + SMOOTHING * (each - known)
+    def seconds(self, num_decodes: int) -> float:
+        """For how long images may be encoded between steps that decode so many sequences."""
+        alone = self._decode_times.seconds(num_decodes) if num_decodes else None
+        return BACKGROUND_SECONDS if alone is None else self.stretch * alone
 
     def num_tokens(self, num_decodes: int, in_background: bool = False) -> int | None:
         """The limit beside `num_decodes`; None: unknown yet."""
@@ -144,15 +134,13 @@ class StepFeedback:
         self._num_accepted_tokens = 0
         self.prefill_limit: PrefillLimit | None = None
 
-    def observe_encoding(self, num_items: int, seconds: float) -> None:
-        """Learn from a step's images."""
-        if self.prefill_limit is not None:
-            if num_items:
-                self.prefill_limit.observe_items(num_items, seconds)
-            self._scheduler.limit_items = self.prefill_limit.num_items
+    @property
+    def encoding_seconds(self) -> float | None:
+        """For how long images may be encoded before the next step; None: no limit."""
+        return None if self.prefill_limit is None else self.prefill_limit.seconds(self._scheduler.num_decodes)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
-        """Learn from a step, which took `seconds` besides encoding images."""
+        """Learn from a step."""
         scheduler = self._scheduler
         if self._speculation is not None:
             num_draft_tokens = sum(span.num_draft_tokens for span in plan.spans)

@@ -1,8 +1,8 @@
 """`EncoderOutputs`: encodes the images and sounds of running sequences, and puts the outputs in place of their
 placeholder tokens.
 
-A step encodes what its own placeholders stand for, unless it is kept from an earlier step; the scheduler decides how
-many items that may be. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
+Items are encoded between steps, those first that the scheduler wants (`Scheduler.wanted_items`), and in slices of time
+while others decode. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
 
 A multimodal model of `transformers` takes encoder outputs as `mm_encoder_outputs`, one row for each placeholder among
 the tokens of a forward pass. So a step gives it the rows of its own placeholders, whatever sequences they belong to.
@@ -10,10 +10,11 @@ Each item is encoded alone, so its bits depend on no other.
 """
 
 import inspect
+import math
 import sys
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,6 +33,7 @@ from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.slices import Sliced
 
 OF_ITEMS = ("pooler_output", "last_hidden_state", "hidden_states", "attentions")
 DEEP = "deepstack_features"
@@ -116,18 +118,15 @@ class EncoderOutputs:
     Args:
         model: exclusively ours.
         attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
-
-    Attributes:
-        num_encoded, seconds: the items that the last step encoded, and how long that took.
     """
 
     def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
         self._model = model
         self._attention_calls = attention_calls
-        self.num_encoded, self.seconds = 0, 0.0
         self._kept: OrderedDict[bytes, _Rows] = OrderedDict()
         self._like: dict[str, _Rows] = {}  # by kind, without rows: what is the same for all items
         self._sequences: dict[int, _SequenceInputs] = {}  # by slot
+        self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
         self._is_checked = False
         self._ranges: str | None = None  # which tokens of an image see each other (see `_ranges`); None: none
         self._window = sys.maxsize  # the least of attention in which they do
@@ -135,7 +134,6 @@ class EncoderOutputs:
 
     def take(self, plan: StepPlan) -> None:
         """Track releases and assignments of slots. Raises `EncodingError`."""
-        self.num_encoded, self.seconds = 0, 0.0
         for slot in plan.released_slots:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
@@ -143,29 +141,48 @@ class EncoderOutputs:
                 prompt = assignment.token_ids[: assignment.prompt_len]
                 with _failing(assignment.sequence_id):
                     self._sequences[assignment.slot] = self._inputs(prompt, assignment.multimodal)
-
-    def missing(self, plan: StepPlan) -> dict[bytes, tuple[int, EncoderInput]]:
-        """What `encode` must encode for a step's placeholders: items by digest, with a sequence that has each. Of
-        those that other steps needed, the oldest are dropped, if there are too many."""
         needed: dict[bytes, tuple[int, EncoderInput]] = {}
         for span in plan.spans:
             if (sequence := self._sequences.get(span.slot)) is not None:
                 for item in sequence.given.items_between(span.start, span.end):
                     needed[item.digest] = span.sequence_id, item
-        kept = needed.keys() & self._kept.keys()
-        for digest in kept:
-            self._kept.move_to_end(digest)
-        while len(self._kept) > len(kept) and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
-            self._kept.popitem(last=False)
-        return {digest: each for digest, each in needed.items() if digest not in kept}
+        if needed or not plan.spans:
+            self.encode(needed)
 
-    def encode(self, missing: Mapping[bytes, tuple[int, EncoderInput]]) -> None:
-        """Encode a step's items. Raises `EncodingError`."""
-        start = time.monotonic()
-        for sequence_id, item in missing.values():
+    def has(self, item: EncoderInput) -> bool:
+        """Whether an item is encoded."""
+        return item.digest in self._kept
+
+    def encode(self, wanted: Mapping[bytes, tuple[int, EncoderInput]], seconds: float | None = None) -> None:
+        """Encode what is not kept of these items.
+
+        Args:
+            wanted: by digest, with a sequence that has the item. Others may be dropped.
+            seconds: go on for about so long, and with the same item at the next call; None: to the end.
+
+        Raises:
+            EncodingError: the model cannot encode one of them.
+        """
+        if self._begun is not None and self._begun[0] not in wanted:
+            self._begun[1].abandon()
+            self._begun = None
+        for digest in wanted.keys() & self._kept.keys():
+            self._kept.move_to_end(digest)
+        missing = [each for digest, each in wanted.items() if digest not in self._kept]
+        missing.sort(key=lambda each: self._begun is None or each[1].digest != self._begun[0])
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        for sequence_id, item in missing:
+            self._make_room(wanted)
             with _failing(sequence_id):
-                self._encode(item)
-        self.num_encoded, self.seconds = len(missing), time.monotonic() - start
+                self._encode(item, end)
+            if time.monotonic() >= end:
+                break
+
+    def _make_room(self, wanted: Container[bytes]) -> None:
+        """Drop the oldest outputs that are not wanted, if there are too many."""
+        others = [digest for digest in self._kept if digest not in wanted]
+        while others and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
+            del self._kept[others.pop(0)]
 
     def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs | None:
         """What this step needs; None: it has no sequence with images or sounds.
@@ -232,7 +249,7 @@ class EncoderOutputs:
             with _failing(0):
                 sequence = self._inputs(token_ids, inputs)
                 if not self._is_checked:
-                    self._encode(inputs.items[0])
+                    self.encode({inputs.items[0].digest: (0, inputs.items[0])})
                     self._check_visibility(token_ids, sequence)
                     self._is_checked = True
         except EncodingError as error:
@@ -333,21 +350,41 @@ class EncoderOutputs:
         types = {name: each[0] for name, each in given.items() if name in names}
         return _SequenceInputs(inputs, positions, types)
 
+    def _encode(self, item: EncoderInput, end: float) -> None:
+        """Encode an item, or go on with it until `end` (of `time.monotonic()`), and keep its rows."""
+        model = self._model
+        in_use = attention_in_use(model)
+        use_attention(model, "eager")  # of what lies between an encoder and the language model
+        try:
+            if self._begun is None and end == math.inf:
+                rows = self._encoded(item)
+            else:
+                if self._begun is None:
+                    modules = [module for encoder in encoders(model) for module in encoder.modules()]
+                    self._begun = item.digest, Sliced(lambda: self._encoded(item), modules)
+                rows = self._begun[1].resume(end)
+                if rows is None:
+                    return
+                self._begun = None
+        except BaseException:
+            self._begun = None
+            raise
+        finally:
+            restore_attention(model, in_use)
+        self._kept[item.digest] = rows
+        if item.kind not in self._like:
+            deep = None if rows.deep is None else tuple(each[:0].clone() for each in rows.deep)
+            self._like[item.kind] = replace(rows, pooled=rows.pooled[:0].clone(), deep=deep)
+
     @torch.inference_mode()
-    def _encode(self, item: EncoderInput) -> None:
-        """Encode an item and keep its rows."""
+    def _encoded(self, item: EncoderInput) -> _Rows:
         model = self._model
         for encoder in encoders(model):
             encoder.to(model.dtype)
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
-        in_use = attention_in_use(model)
-        use_attention(model, "eager")  # of what lies between an encoder and the language model
-        try:
-            output = encode(**given, return_dict=True)
-        finally:
-            restore_attention(model, in_use)
+        output = encode(**given, return_dict=True)
         pooled, deep = output.pooler_output, getattr(output, DEEP, None)
         others = {name: each for name, each in output.items() if name not in (*OF_ITEMS, DEEP)}
         layers = None if deep is None else tuple(map(_flat, deep))
@@ -356,10 +393,7 @@ class EncoderOutputs:
             raise ModelError(
                 f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs"
             )
-        self._kept[item.digest] = rows
-        if item.kind not in self._like:
-            none = None if layers is None else tuple(each[:0].clone() for each in layers)
-            self._like[item.kind] = replace(rows, pooled=rows.pooled[:0].clone(), deep=none)
+        return rows
 
 
 @contextmanager

@@ -15,7 +15,7 @@ from inflight.contracts.api.features import PREFIX_STORE, Features
 from inflight.contracts.api.outputs import TokenScore
 from inflight.contracts.api.pooling import PoolingPlan
 from inflight.contracts.step.cache_layout import CacheLayout
-from inflight.contracts.step.multimodal import MultimodalInputs
+from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.encoder_outputs import EncoderOutputs
@@ -91,6 +91,12 @@ class ModelRunner:
         self.threads.prepare(are_own=False)
         return self.encoder_outputs.check(token_ids, inputs)
 
+    def encode(self, wanted: Mapping[bytes, tuple[int, EncoderInput]], seconds: float | None) -> None:
+        """Encode images; see `EncoderOutputs.encode`."""
+        assert self.encoder_outputs is not None
+        self.threads.prepare(are_own=False)
+        self.encoder_outputs.encode(wanted, seconds)
+
     def run(self, plan: StepPlan, masks: Callable[[], TokenMasks] | None = None) -> StepTokens:
         """Run one step.
 
@@ -118,17 +124,13 @@ class ModelRunner:
         return by_span(plan, token_ids, scores)
 
     def compute(self, plan: StepPlan) -> tuple[RaggedBatch, torch.Tensor] | None:
-        """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens. Raises `EncodingError`
-        if an image of a sequence cannot be encoded."""
+        """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens."""
         if plan.released_slots:
             self.executor.release(plan.released_slots)
         if self.adapters is not None:
             self.adapters.take(plan)
-        if (images := self.encoder_outputs) is not None:
-            images.take(plan)
-            if missing := images.missing(plan):
-                self.threads.prepare(are_own=False)
-                images.encode(missing)
+        if self.encoder_outputs is not None:
+            self.encoder_outputs.take(plan)
         if self._pooler is not None:
             self._pooler.take(plan)
         if not plan.spans:

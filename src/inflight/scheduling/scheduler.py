@@ -34,6 +34,7 @@ from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.outputs import FinishReason
 from inflight.contracts.step.cache_layout import CacheLayout
+from inflight.contracts.step.multimodal import EncoderInput
 from inflight.contracts.step.plan import NO_BLOCK, Span, StepPlan
 from inflight.scheduling.block_pool import BlockPool
 from inflight.scheduling.draft_tokens import DraftPlanner, Speculator, num_accepted_tokens
@@ -120,7 +121,9 @@ class Scheduler:
         count: totals so far.
         limit_prefill: returns the `max_prefill_tokens_per_step` for a number of decodes, in the background or not;
             replaced when step times are measured.
-        limit_items: returns the most images or sounds that a step encodes; replaced likewise.
+        has_item: whether an image or sound is encoded, so that its placeholders can be computed.
+        wanted_items: those that the last plan lacked, and what is needed with them; by digest, with a sequence that has
+            the item.
     """
 
     def __init__(
@@ -139,7 +142,8 @@ class Scheduler:
         self.block_pool = block_pool
         self.limits = limits
         self.limit_prefill: Callable[[int, bool], int | None] = lambda _, __: limits.max_prefill_tokens_per_step
-        self.limit_items: Callable[[], int | None] = lambda: None
+        self.has_item: Callable[[EncoderInput], bool] = lambda _: True
+        self.wanted_items: dict[bytes, tuple[int, EncoderInput]] = {}
         self.count = Counters()
         most_running = num_states // STATES_PER_SLOT or limits.max_num_seqs
         num_slots = min(limits.max_num_seqs, limits.max_num_batched_tokens, most_running)
@@ -164,7 +168,6 @@ class Scheduler:
         if speculator is not None:
             self._draft_planner = DraftPlanner(speculator, block_pool, limits.recompute_beyond)
         self._num_scorable_tokens = limits.max_scored_tokens  # left in the step being planned
-        self._num_items: int | None = None  # left likewise; None: no limit
         self._in_flight: StepPlan | None = None
         self._released_at_commit: list[Sequence] = []
         self._is_held_back = False  # whether a sequence could start, were it not for kept blocks
@@ -226,6 +229,11 @@ class Scheduler:
         """Sequences with a slot."""
         return len(self.sequences.running)
 
+    @property
+    def num_decodes(self) -> int:
+        """Sequences with a slot and one token to compute."""
+        return sum(sequence.num_uncomputed_tokens == 1 for sequence in self.sequences.running.values())
+
     def unfinished(self) -> Iterator[Sequence]:
         """All unfinished sequences, running ones first, each group in service order."""
         for group in (self.sequences.running.values(), self._without_slot()):
@@ -283,7 +291,8 @@ class Scheduler:
         if self.retention is not None:
             self.retention.expire()
         lengths: dict[Sequence, int] = {}
-        self._num_scorable_tokens, self._num_items = self.limits.max_scored_tokens, self.limit_items()
+        self._num_scorable_tokens = self.limits.max_scored_tokens
+        self.wanted_items = {}
         if self._resumption is not None and (best := self.sequences.waiting.best(self.count.steps)) is not None:
             self._release_ended_for(best)
         running = self.sequences.in_service_order(self.sequences.running.values(), self.count.steps)
@@ -522,7 +531,8 @@ class Scheduler:
 
     def _longest_span(self, sequence: Sequence, budget: int, lengths: Mapping[Sequence, int]) -> int:
         """The number of a sequence's tokens that fit the budget; while its prompt is scored, also the limit of logit
-        rows; and the limit of images. One whose tokens see each other may take all that the step has left."""
+        rows; up to an image that is not encoded. One whose tokens see each other may take all that the step has
+        left."""
         if sequence.request.runs_whole:
             return sequence.num_uncomputed_tokens
         length = max(0, min(sequence.num_uncomputed_tokens, budget))
@@ -531,7 +541,14 @@ class Scheduler:
         if (inputs := sequence.request.multimodal) is not None:
             start = sequence.num_computed_tokens
             limit = start + self.limits.max_num_batched_tokens - sum(lengths.values())
-            length = inputs.end_of_step(start, start + length, limit, self._num_items) - start
+            end = inputs.end_of_step(start, start + length, limit)
+            items = inputs.items_between(start, end)
+            if (missing := next((item for item in items if not self.has_item(item)), None)) is not None:
+                if sum(len(item.places) for _, item in self.wanted_items.values()) < self.limits.max_num_batched_tokens:
+                    self.wanted_items.update({item.digest: (sequence.sequence_id, item) for item in items})
+                before = max(start, missing.places[0])
+                end = inputs.end_of_step(start, before, before)
+            length = end - start
         return length
 
     def _schedule(self, sequence: Sequence, length: int, lengths: dict[Sequence, int], victims: list[Sequence]) -> int:
@@ -550,9 +567,6 @@ class Scheduler:
         lengths[sequence] = length
         if sequence.wants_scores:
             self._num_scorable_tokens -= length
-        if self._num_items is not None and (inputs := sequence.request.multimodal) is not None:
-            start = sequence.num_computed_tokens
-            self._num_items = max(0, self._num_items - len(inputs.items_between(start, start + length)))
         if length > 1:
             self.reuse.remember(sequence, sequence.num_computed_tokens + length, in_flight=True)
         return length - num_returned

@@ -54,15 +54,8 @@ class MultimodalInputs:
         """The items whose placeholders are among the tokens `[start, end)`."""
         return [item for item in self.items if item.places[0] < end and item.places[-1] >= start]
 
-    def end_of_step(self, start: int, end: int, limit: int, num_items: int | None = None) -> int:
-        """Where a span ends that begins at `start` and would end at `end`; at most at `limit`.
-
-        Args:
-            num_items: the most items it may have, or else one range that no step may end within; None: no limit.
-        """
-        if num_items is not None and len(items := self.items_between(start, end)) > num_items:
-            end = max(start, items[num_items].places[0])
-            limit = limit if num_items else end
+    def end_of_step(self, start: int, end: int, limit: int) -> int:
+        """Where a step ends that begins at `start` and would end at `end`; at most at `limit`."""
         within = next((each for each in self.whole if each[0] < end < each[1]), None)
         if within is None:
             return end

@@ -2,13 +2,14 @@
 
 python -m benchmarks.images --pages 64 --rounds 3
 python -m benchmarks.images --questions 10
-python -m benchmarks.images --beside 8
+python -m benchmarks.images --beside 20
+python -m benchmarks.images --text
 
 SmolVLM-256M's shape (the class Idefics3) with random weights and a vocabulary of bytes; images of random pixels,
 448 x 448, each one tile of 64 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate, and
 medians are compared. `--questions`: the time to the first token of each question about one image, the first of which
 pays for the image. `--beside`: the time between tokens of four streams of text, alone and while a prompt with four
-images comes every so many seconds.
+images comes every so many seconds. `--text`: the speed of texts beside that of the language model's own class.
 """
 
 import argparse
@@ -21,7 +22,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3Processor, PreTrainedTokenizerFast
+from transformers import (
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
+    Idefics3Processor,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+)
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 
 from benchmarks.compare import describe_machine
@@ -142,6 +150,25 @@ def ask(num_questions: int, options: dict[str, Any]) -> None:
     print(f"first {taken[0]:.2f} s, then {', '.join(f'{each:.3f}' for each in taken[1:])} s: {share:.1%} of it")
 
 
+def compare_text(num_rounds: int, options: dict[str, Any]) -> None:
+    """Measure texts on this model and on its language model's class."""
+    model, processor = make()
+    plain_class = LlamaForCausalLM(LlamaConfig(**TEXT)).eval()
+    plain_class.generation_config.eos_token_id = None
+    llms = [LLM(each, processor.tokenizer, speculation="off", **options) for each in (model, plain_class)]
+    for name, number in (("one stream", 1), ("eight streams", 8)):
+        params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
+        prompts = [f"Text {each}: once upon a time" for each in range(number)]
+        seconds: list[list[float]] = [[], []]
+        for _ in range(1 + num_rounds):
+            for llm, taken in zip(llms, seconds, strict=True):
+                start = time.perf_counter()
+                llm.generate(prompts, params, use_tqdm=False)
+                taken.append(time.perf_counter() - start)
+        ours_taken, plain_taken = (median(each[1:]) for each in seconds)
+        print(f"{name}: {128 * number / ours_taken:.1f} tokens/s, {plain_taken / ours_taken:.3f} of the text class's")
+
+
 async def _stream(llm: AsyncLLM, prompt: str, until: float, gaps: list[float]) -> None:
     """Add the seconds between a text's tokens, until this time."""
     params = SamplingParams(temperature=0, max_tokens=8000, ignore_eos=True)
@@ -204,12 +231,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--questions", type=int, default=0)
     parser.add_argument("--beside", type=float, default=0)
+    parser.add_argument("--text", action="store_true")
     parser.add_argument("--quantization")
     arguments = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     options = {} if arguments.quantization is None else {"quantization": arguments.quantization}
     if arguments.questions:
         ask(arguments.questions, options)
+    elif arguments.text:
+        compare_text(arguments.rounds, options)
     elif arguments.beside:
         asyncio.run(beside(arguments.beside, arguments.rounds, options))
     else:

@@ -134,7 +134,8 @@ _NO_STEP_TOO_SMALL = {"time_step_min": 1e-20}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 """Parts of half a head for time, height and width."""
-_SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": 64, "latent_channels": 32}
+NUM_CODES = 64
+_SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": NUM_CODES, "latent_channels": 32}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -151,6 +152,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_sam_vision_model": {"image_size": 48, "patch_size": 1, "downsample_channels": [64, HIDDEN_SIZE]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "doge": {"keep_window_size": 2048},
@@ -166,6 +168,8 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN_SIZE, "adapter_out_dim": HIDDEN_SIZE},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "emu3_vqgan": {"base_channels": 32, "hidden_size": 128, "codebook_size": NUM_CODES},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
     "gemma4_text": {"num_kv_shared_layers": 2},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text"), _SECTIONS),

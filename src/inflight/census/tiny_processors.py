@@ -26,7 +26,7 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from transformers.utils import is_torchvision_available
 
 from inflight.census.sensitive import build
-from inflight.census.tiny_configs import whole_config
+from inflight.census.tiny_configs import NUM_CODES, whole_config
 from inflight.contracts.step.multimodal import placeholder_id
 from inflight.text.processor import Processor
 
@@ -88,9 +88,13 @@ TOKENS: dict[str, dict[str, Any]] = {
 
 MARKS: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
+    "emu3": {"eol_token": "<|extra_200|>"},
     "minimax_m3_vl": {"media_token": "]<]image[>["},
 }
 """Tokens, by attribute of the tokenizer, that a processor expects by another name than ours."""
+
+CODES = {"chameleon": "IMGIMG{}Z", "emu3": "<|visual token {:06}|>"}
+"""Names of the tokens into which a model turns images."""
 
 PLACEHOLDERS = {
     "hunyuan_vl": "<|image_start|><image><|image_end|>",
@@ -105,6 +109,8 @@ _LONGEST_64 = {"size": {"longest_edge": 64}}
 IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
     "cohere2_vision": {"patch_size": 2},
+    "deepseek_ocr2": {"size": {"height": 48, "width": 48}, "tile_size": 48},
+    "emu3": {"min_pixels": 256, "max_pixels": 4096},
     "idefics2": {"do_image_splitting": False, "size": {"shortest_edge": 16, "longest_edge": 64}},
     "lfm2_vl": {
         "encoder_patch_size": 8,
@@ -125,6 +131,7 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
 PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
     "aya_vision": {"img_size": 32, "patch_size": 8},
+    "deepseek_ocr2": {"patch_size": 1},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
 }
 """Further arguments."""
@@ -174,6 +181,8 @@ def _tokenizer(model_type: str) -> TinyTokenizer:
     tokenizer = TinyTokenizer(tokenizer_object=inner, **special)
     for attribute, mark in MARKS.get(model_type, {}).items():
         tokenizer.__dict__[attribute] = tokenizer._with(mark)
+    for number in range(NUM_CODES if model_type in CODES else 0):
+        tokenizer._with(CODES[model_type].format(number))
     return tokenizer
 
 
@@ -297,6 +306,8 @@ def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin)
             setattr(config, name, tokenizer.convert_tokens_to_ids(mark))
     for name, marks in TOKENS.get(model_type, {}).items():
         setattr(config, name, tokenizer.convert_tokens_to_ids(marks))
+    if "vocabulary_map" in vars(config):
+        config.vocabulary_map = tokenizer.get_vocab()
     for part in (config, config.get_text_config(decoder=True)):
         sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer) + NUM_SPARE)
         for name, size in {**sizes, "max_position_embeddings": MAX_LENGTH}.items():

@@ -171,6 +171,18 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "emu3": {"vocabulary_map": {"<image>": 5}},
     "emu3_vqgan": {"base_channels": 32, "hidden_size": 128, "codebook_size": NUM_CODES},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "hidden_size": 128,
+            "model_args": {"inference_mode": True, "layers": (1,) * 5, "embed_dims": (16, 16, 32, 32, 64)},
+        }
+    },
+    "gemma3n_vision": {
+        "hidden_size": 2048,
+        "model_args": {"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
+    },
     "gemma4_text": {"num_kv_shared_layers": 2},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text"), _SECTIONS),
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
@@ -209,6 +221,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "radio": {"video_temporal_patch_size": 2},
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 48), "num_buckets": 4, "hash_seed": 0},
     "step3p5": {"sliding_window": WINDOW},
+    "timm_wrapper": {
+        "architecture": "vit_pe_core_tiny_patch16_384",
+        "model_args": {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4},
+    },
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 2 * HIDDEN_SIZE},  # sizes are rounded up to multiples of 64 in one place, not in another

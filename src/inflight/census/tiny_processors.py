@@ -38,14 +38,16 @@ NUM_SPARE = 8
 
 ALIKE = {
     "cosmos3_omni": "qwen3_vl",
+    "fast_vlm": "llava",
     "glm_ocr": "glm4v",
     "glm4v_moe": "glm4v",
     "glmga": "glm46v",
+    "nemotron_h_omni": "parakeet_encoder",
     "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "qwen3_vl_moe": "qwen3_vl",
 }
-"""Model types without processors of their own, and those whose they take."""
+"""Model types without all processors of their own, and those whose they take."""
 
 _WINDOWS = {"vision_config.window_size": 32, "vision_config.fullatt_block_indexes": [1, 3]}
 _DEEP = {"vision_config.deepstack_visual_indexes": [0, 2]}
@@ -69,6 +71,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
     **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    "gemma3n": {"vision_soft_tokens_per_image": 4},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
     "qwen2_5_omni_thinker": _WINDOWS | _OMNI,
@@ -111,6 +114,8 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "cohere2_vision": {"patch_size": 2},
     "deepseek_ocr2": {"size": {"height": 48, "width": 48}, "tile_size": 48},
     "emu3": {"min_pixels": 256, "max_pixels": 4096},
+    "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
+    "gemma3n": {"size": {"height": 64, "width": 64}},
     "idefics2": {"do_image_splitting": False, "size": {"shortest_edge": 16, "longest_edge": 64}},
     "lfm2_vl": {
         "encoder_patch_size": 8,
@@ -120,6 +125,8 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"height": 32, "width": 32},
     },
     **dict.fromkeys(("lighton_ocr", "mistral3"), _LONGEST_64),  # the plain model fails for an image of one token
+    "nemotron_h_omni": {"min_num_patches": 4, "max_num_patches": 64},
+    "perception_lm": {"tile_size": 32, "max_num_tiles": 1},
     "step3p7": {
         "size": {"height": 32, "width": 32},
         "patch_size": 32,
@@ -132,7 +139,9 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
     "aya_vision": {"img_size": 32, "patch_size": 8},
     "deepseek_ocr2": {"patch_size": 1},
+    "fast_vlm": {"patch_size": 64, "num_additional_image_tokens": 0},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    "perception_lm": {"patch_size": 8, "pooling_ratio": 1},
 }
 """Further arguments."""
 

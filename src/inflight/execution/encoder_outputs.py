@@ -179,7 +179,7 @@ class EncoderOutputs:
             for target, source in zip(deep, rows.deep or (), strict=True):
                 target[index] = source[which]
         contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
-        given: dict[str, Any] = {"pooler_output": contained(pooled)}
+        given: dict[str, Any] = {"last_hidden_state": None, "pooler_output": contained(pooled)}
         if like.deep is not None:
             given[DEEP] = [contained(each) for each in deep]
         return like.kind(**given, **like.others)

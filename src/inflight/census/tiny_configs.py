@@ -198,6 +198,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "janus_vqgan": _SMALL_CODEBOOK,
     "kyutai_speech_to_text": {"audio_pad_token_id": 3, "audio_bos_token_id": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_vision_model": {
+        "intermediate_size": 4 * HIDDEN_SIZE,
+        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 48),
+    },
     "mamba2": {"num_heads": 8},
     "molmo2_adapter": {"vision_feature_layer": [2, 1]},
     "molmo2_vision": {"image_size": [32, 32]},

@@ -81,6 +81,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """Further values of a class's configuration, by path. A part's value may be a model type: a tiny one of that."""
 
 TOKENS: dict[str, dict[str, Any]] = {
+    "llama4": {"image_token_id": "<|patch|>"},
     "ovis2": {
         "image_token_id": "<IMG_ATOM>",
         "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],

@@ -188,7 +188,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
-        "downsample_rate": "4/8",
+        "downsample_rate": "2/4",
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [1],
     },

@@ -70,7 +70,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"vision_config": "gemma4_unified_vision", **_SEE_EACH_OTHER},
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
     "gemma3n": {"vision_soft_tokens_per_image": 4},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
@@ -82,6 +82,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 
 TOKENS: dict[str, dict[str, Any]] = {
     "llama4": {"image_token_id": "<|patch|>"},
+    "molmo2": {"image_token_id": "<im_patch>"},
     "ovis2": {
         "image_token_id": "<IMG_ATOM>",
         "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
@@ -126,6 +127,7 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"height": 32, "width": 32},
     },
     **dict.fromkeys(("lighton_ocr", "mistral3"), _LONGEST_64),  # the plain model fails for an image of one token
+    "molmo2": {"overlap_margins": [1, 1]},
     "nemotron_h_omni": {"min_num_patches": 4, "max_num_patches": 64},
     "perception_lm": {"tile_size": 32, "max_num_tiles": 1},
     "step3p7": {
@@ -173,8 +175,9 @@ class TinyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """See the base class."""
-        if isinstance(tokens, str) and len(tokens) > 3 and tokens[0] in "<[]":
-            self._with(tokens)
+        for token in [tokens] if isinstance(tokens, str) else tokens:
+            if len(token) > 3 and token[0] in "<[]":
+                self._with(token)
         return super().convert_tokens_to_ids(tokens)
 
     def _with(self, mark: str) -> str:

@@ -315,8 +315,8 @@ class EncoderOutputs:
             self._kept.move_to_end(item.digest)
             return self._kept[item.digest]
         model = self._model
-        for encoder in encoders(model):
-            encoder.to(model.dtype)
+        for parameter in (each for encoder in encoders(model) for each in encoder.parameters()):
+            parameter.data = parameter.data.to(model.dtype)  # buffers, of rotary positions, stay as in `generate`
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}

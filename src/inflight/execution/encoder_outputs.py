@@ -315,11 +315,13 @@ class EncoderOutputs:
             self._kept.move_to_end(item.digest)
             return self._kept[item.digest]
         model = self._model
-        for parameter in (each for encoder in encoders(model) for each in encoder.parameters()):
-            parameter.data = parameter.data.to(model.dtype)  # buffers, of rotary positions, stay as in `generate`
+        for weight in (each for encoder in encoders(model) for each in encoder.state_dict(keep_vars=True).values()):
+            # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
+            weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
+        given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
         in_use = attention_in_use(model)
         use_attention(model, "eager")  # of what lies between an encoder and the language model
         try:

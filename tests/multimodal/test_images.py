@@ -14,6 +14,8 @@ from PIL import Image
 from transformers import PreTrainedModel, ProcessorMixin
 
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams
+from inflight.census.sensitive import build
+from inflight.census.tiny_processors import multimodal_class, tiny_with_processor
 from inflight.text.processor import Processor, open_image
 from tests.adapters.made import save_with_peft
 from tests.multimodal.models import image, plain_answer, tiny, with_processor
@@ -226,3 +228,12 @@ def test_more_images_than_the_limit_are_refused_before_they_are_read() -> None:
     turns = [{"role": "user", "content": [{"type": "image", "image": b"not an image"}]} for _ in range(3)]
     with pytest.raises(InvalidRequestError, match=refusal):
         llm.chat(turns, GREEDY, use_tqdm=False)
+
+
+def test_an_encoder_reads_pixels_in_the_dtype_of_its_weights() -> None:
+    """Not every encoder converts them."""
+    config, processor = tiny_with_processor("chameleon")
+    model = build(multimodal_class("chameleon"), config).bfloat16()
+    llm = LLM(model, processor, num_blocks=64)
+    assert llm.model_info.dtype == "bfloat16"
+    assert len(answers(llm, [prompt_of("What is <image>", [0])])[0]) == GREEDY.max_tokens

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from inflight import LLM, SamplingParams
 from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
+from inflight.execution.hf.model_class import encoders
 from tests.multimodal.models import plain_answer, tiny
 
 BEGIN, PLACEHOLDER, END = 6, 5, 7
@@ -81,3 +82,22 @@ def test_answers_are_those_of_the_plain_model(model: PreTrainedModel) -> None:
             given[output.request_id] += output.new_token_ids
     assert list(given.values()) == expected
     assert len({tuple(each) for each in expected}) > 3
+
+
+def test_an_encoder_keeps_its_frequencies_in_float32(model: PreTrainedModel) -> None:
+    """As in `generate` of a checkpoint in bfloat16, whose frequencies are no weights."""
+    model = copy.deepcopy(model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.bfloat16()
+    before = [each.clone() for encoder in encoders(model) for each in encoder.buffers()]
+    engine: Any = LLM(model, num_blocks=40, block_size=4).engine
+    token_ids, (places,) = prompt([0], seed=1)
+    item = EncoderInput("image", b"0" * 32, places, as_arrays(image(model, 0)))
+    types = {"mm_token_type_ids": torch.tensor([[int(each == PLACEHOLDER) for each in token_ids]])}
+    whole = as_arrays({**types, "image_grid_thw": torch.tensor([GRIDS[0]])})
+    engine.submit(engine.inputs.accept("0", token_ids, GREEDY, multimodal=MultimodalInputs([item], whole)))
+    while engine.has_unfinished_requests:
+        engine.step()
+    after = [each for encoder in encoders(engine.runner.executor.model) for each in encoder.buffers()]
+    assert {each.dtype for each in after} == {torch.float32}
+    assert all(map(torch.equal, before, after))

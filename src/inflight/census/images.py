@@ -68,7 +68,7 @@ def _plain(
     if numbers:
         types = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in forward_parameters(model) else {}
         images = [random_image(number) for number in numbers]
-        read: Any = processor(text=text, images=images, return_tensors="pt", **types)
+        read: Any = processor(text=text, images=images, return_tensors="pt", **types).to(model.dtype)
     else:
         read = processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
     output: Any = copy.deepcopy(model).generate(

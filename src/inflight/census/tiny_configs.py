@@ -134,7 +134,8 @@ _NO_STEP_TOO_SMALL = {"time_step_min": 1e-20}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 """Parts of half a head for time, height and width."""
-_SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": 64, "latent_channels": 32}
+NUM_CODES = 64
+_SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": NUM_CODES, "latent_channels": 32}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -151,6 +152,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 96, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "deepseek_ocr2_sam_vision_model": {"image_size": 48, "patch_size": 1, "downsample_channels": [64, HIDDEN_SIZE]},
     "deepseek_ocr2_text": {"mlp_layer_types": ["dense", "sparse", "sparse", "sparse"], "num_experts_per_tok": 2},
     "deepseek_v2": {"num_experts_per_tok": 2},
     "doge": {"keep_window_size": 2048},
@@ -166,13 +168,27 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "swa_v_head_dim": 16,
     },
     "dots3_note_vision_encoder": {"adapter_in_dim": HIDDEN_SIZE, "adapter_out_dim": HIDDEN_SIZE},
+    "emu3": {"vocabulary_map": {"<image>": 5}},
+    "emu3_vqgan": {"base_channels": 32, "hidden_size": 128, "codebook_size": NUM_CODES},
     "ernie4_5_vl_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [3, 3, 2]}},
+    "fast_vlm": {
+        "vision_config": {
+            "model_type": "timm_wrapper",
+            "architecture": "fastvit_mci3",
+            "hidden_size": 128,
+            "model_args": {"inference_mode": True, "layers": (1,) * 5, "embed_dims": (16, 16, 32, 32, 64)},
+        }
+    },
+    "gemma3n_vision": {
+        "hidden_size": 2048,
+        "model_args": {"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
+    },
     "gemma4_text": {"num_kv_shared_layers": 2},
     **dict.fromkeys(("glm4v_text", "glm_ocr_text"), _SECTIONS),
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "granite4_vision": {
-        "downsample_rate": "4/8",
+        "downsample_rate": "2/4",
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [1],
     },
@@ -182,6 +198,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "janus_vqgan": _SMALL_CODEBOOK,
     "kyutai_speech_to_text": {"audio_pad_token_id": 3, "audio_bos_token_id": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "llama4_vision_model": {
+        "intermediate_size": 4 * HIDDEN_SIZE,
+        **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 48),
+    },
     "mamba2": {"num_heads": 8},
     "molmo2_adapter": {"vision_feature_layer": [2, 1]},
     "molmo2_vision": {"image_size": [32, 32]},
@@ -205,6 +225,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "radio": {"video_temporal_patch_size": 2},
     "reformer": {"axial_pos_shape": (16, 16), "axial_pos_embds_dim": (16, 48), "num_buckets": 4, "hash_seed": 0},
     "step3p5": {"sliding_window": WINDOW},
+    "timm_wrapper": {
+        "architecture": "vit_pe_core_tiny_patch16_384",
+        "model_args": {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4},
+    },
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 2 * HIDDEN_SIZE},  # sizes are rounded up to multiples of 64 in one place, not in another

@@ -26,7 +26,7 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from transformers.utils import is_torchvision_available
 
 from inflight.census.sensitive import build
-from inflight.census.tiny_configs import whole_config
+from inflight.census.tiny_configs import NUM_CODES, whole_config
 from inflight.contracts.step.multimodal import placeholder_id
 from inflight.text.processor import Processor
 
@@ -38,14 +38,16 @@ NUM_SPARE = 8
 
 ALIKE = {
     "cosmos3_omni": "qwen3_vl",
+    "fast_vlm": "llava",
     "glm_ocr": "glm4v",
     "glm4v_moe": "glm4v",
     "glmga": "glm46v",
+    "nemotron_h_omni": "parakeet_encoder",
     "qwen2_5_omni_thinker": "qwen2_5_omni",
     "qwen3_omni_moe_thinker": "qwen3_omni_moe",
     "qwen3_vl_moe": "qwen3_vl",
 }
-"""Model types without processors of their own, and those whose they take."""
+"""Model types without all processors of their own, and those whose they take."""
 
 _WINDOWS = {"vision_config.window_size": 32, "vision_config.fullatt_block_indexes": [1, 3]}
 _DEEP = {"vision_config.deepstack_visual_indexes": [0, 2]}
@@ -68,7 +70,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "gemma4_unified": {"vision_config": "gemma4_unified_vision", **_SEE_EACH_OTHER},
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    "gemma3n": {"vision_soft_tokens_per_image": 4},
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
     "qwen2_5_omni_thinker": _WINDOWS | _OMNI,
@@ -78,6 +81,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """Further values of a class's configuration, by path. A part's value may be a model type: a tiny one of that."""
 
 TOKENS: dict[str, dict[str, Any]] = {
+    "llama4": {"image_token_id": "<|patch|>"},
+    "molmo2": {"image_token_id": "<im_patch>"},
     "ovis2": {
         "image_token_id": "<IMG_ATOM>",
         "visual_indicator_token_ids": ["<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
@@ -88,9 +93,13 @@ TOKENS: dict[str, dict[str, Any]] = {
 
 MARKS: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
+    "emu3": {"eol_token": "<|extra_200|>"},
     "minimax_m3_vl": {"media_token": "]<]image[>["},
 }
 """Tokens, by attribute of the tokenizer, that a processor expects by another name than ours."""
+
+CODES = {"chameleon": "IMGIMG{}Z", "emu3": "<|visual token {:06}|>"}
+"""Names of the tokens into which a model turns images."""
 
 PLACEHOLDERS = {
     "hunyuan_vl": "<|image_start|><image><|image_end|>",
@@ -105,6 +114,10 @@ _LONGEST_64 = {"size": {"longest_edge": 64}}
 IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
     "cohere2_vision": {"patch_size": 2},
+    "deepseek_ocr2": {"size": {"height": 48, "width": 48}, "tile_size": 48},
+    "emu3": {"min_pixels": 256, "max_pixels": 4096},
+    "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
+    "gemma3n": {"size": {"height": 64, "width": 64}},
     "idefics2": {"do_image_splitting": False, "size": {"shortest_edge": 16, "longest_edge": 64}},
     "lfm2_vl": {
         "encoder_patch_size": 8,
@@ -114,6 +127,9 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "size": {"height": 32, "width": 32},
     },
     **dict.fromkeys(("lighton_ocr", "mistral3"), _LONGEST_64),  # the plain model fails for an image of one token
+    "molmo2": {"overlap_margins": [1, 1]},
+    "nemotron_h_omni": {"min_num_patches": 4, "max_num_patches": 64},
+    "perception_lm": {"tile_size": 32, "max_num_tiles": 1},
     "step3p7": {
         "size": {"height": 32, "width": 32},
         "patch_size": 32,
@@ -125,7 +141,10 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
 PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
     "aya_vision": {"img_size": 32, "patch_size": 8},
+    "deepseek_ocr2": {"patch_size": 1},
+    "fast_vlm": {"patch_size": 64, "num_additional_image_tokens": 0},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
+    "perception_lm": {"patch_size": 8, "pooling_ratio": 1},
 }
 """Further arguments."""
 
@@ -156,8 +175,9 @@ class TinyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         """See the base class."""
-        if isinstance(tokens, str) and len(tokens) > 3 and tokens[0] in "<[]":
-            self._with(tokens)
+        for token in [tokens] if isinstance(tokens, str) else tokens:
+            if len(token) > 3 and token[0] in "<[]":
+                self._with(token)
         return super().convert_tokens_to_ids(tokens)
 
     def _with(self, mark: str) -> str:
@@ -174,6 +194,8 @@ def _tokenizer(model_type: str) -> TinyTokenizer:
     tokenizer = TinyTokenizer(tokenizer_object=inner, **special)
     for attribute, mark in MARKS.get(model_type, {}).items():
         tokenizer.__dict__[attribute] = tokenizer._with(mark)
+    for number in range(NUM_CODES if model_type in CODES else 0):
+        tokenizer._with(CODES[model_type].format(number))
     return tokenizer
 
 
@@ -297,6 +319,8 @@ def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin)
             setattr(config, name, tokenizer.convert_tokens_to_ids(mark))
     for name, marks in TOKENS.get(model_type, {}).items():
         setattr(config, name, tokenizer.convert_tokens_to_ids(marks))
+    if "vocabulary_map" in vars(config):
+        config.vocabulary_map = tokenizer.get_vocab()
     for part in (config, config.get_text_config(decoder=True)):
         sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer) + NUM_SPARE)
         for name, size in {**sizes, "max_position_embeddings": MAX_LENGTH}.items():

@@ -237,7 +237,7 @@ class EncoderOutputs:
             for target, source in zip(deep, rows.deep or (), strict=True):
                 target[index] = source[which]
         contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
-        given: dict[str, Any] = {"pooler_output": contained(pooled)}
+        given: dict[str, Any] = {"last_hidden_state": None, "pooler_output": contained(pooled)}
         if like.deep is not None:
             given[DEEP] = [contained(each) for each in deep]
         return like.kind(**given, **like.others)
@@ -379,11 +379,13 @@ class EncoderOutputs:
     @torch.inference_mode()
     def _encoded(self, item: EncoderInput) -> _Rows:
         model = self._model
-        for encoder in encoders(model):
-            encoder.to(model.dtype)
+        for weight in (each for encoder in encoders(model) for each in encoder.state_dict(keep_vars=True).values()):
+            # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
+            weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
         encode = getattr(model.base_model, f"get_{item.kind}_features")
         names = inspect.signature(encode).parameters
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
+        given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
         output = encode(**given, return_dict=True)
         pooled, deep = output.pooler_output, getattr(output, DEEP, None)
         others = {name: each for name, each in output.items() if name not in (*OF_ITEMS, DEEP)}

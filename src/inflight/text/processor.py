@@ -252,5 +252,6 @@ def open_image(source: ImageSource) -> Image:
 def _arrays(processed: Mapping[str, Any], without: Sequence[str]) -> dict[str, Array]:
     """The tensors of a processor's output whose names begin with none of these."""
     tensors = {name: each for name, each in processed.items() if hasattr(each, "numpy")}
+    tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
     arrays = {name: each.numpy() for name, each in tensors.items() if not name.startswith(tuple(without))}
     return {name: Array(each.dtype.str, each.shape, each.tobytes()) for name, each in arrays.items()}

@@ -78,8 +78,9 @@ def test_texts_go_on_while_images_are_encoded_module_by_module(
     assert len(engine.encoded) == len(set(engine.encoded)) == len({0, 1, 2, 3}), "each once"
     assert engine.num_calls > 20
     for number in (0, 3):
-        runs = [any(span.sequence_id == number for span in plan.spans) for plan in engine.plans]
-        assert runs == [True] * 8 + [False] * (len(runs) - 8), "a text has tokens in every step, from the first on"
+        runs = [index for index, plan in enumerate(engine.plans) if number in {each.sequence_id for each in plan.spans}]
+        assert runs == list(range(runs[0], runs[-1] + 1)), "a text has tokens in every step, from its first on"
+        assert runs[-1] < len(engine.plans) - 8, "and ends before the images are encoded"
     assert engine.images._begun is None
 
 
@@ -130,6 +131,23 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_sequence_only(
     assert [each.outputs[0].finish_reason for each in found] == ["length", "error", "length"]
     assert str(found[1].error).startswith("the model cannot encode the images: no such tile")
     assert [list(found[each].outputs[0].token_ids) for each in (0, 2)] == [expected[0], expected[2]]
+
+
+def test_a_step_with_other_images_does_not_end_an_image_that_is_being_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(monkeypatch, "llava", enable_prefix_caching=False)
+    engine.answers(("<image>", [0]))
+    read = read_prompt({"prompt": "<image>", "images": [image(1)]}, engine.llm.tokenizer)
+    assert read.multimodal is not None
+    (item,) = read.multimodal.items
+    engine.images.encode({item.digest: (0, item)}, 0.0)
+    inner = engine.llm.engine
+    again = read_prompt({"prompt": "<image>?", "images": [image(0)]}, engine.llm.tokenizer)
+    inner.submit(inner.inputs.accept("a", again.token_ids, GREEDY, multimodal=again.multimodal))
+    inner.step()
+    assert engine.plans[-1].num_tokens > 16
+    assert engine.images._begun is not None
+    assert engine.images._begun[0] == item.digest
+    inner.abort("a")  # nothing is left to run
 
 
 def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) -> None:

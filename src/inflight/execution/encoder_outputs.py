@@ -133,7 +133,7 @@ class EncoderOutputs:
         self._token_ids = {kind: placeholder_id(model.config, kind) for kind in ("image", "audio")}
 
     def take(self, plan: StepPlan) -> None:
-        """Track releases and assignments of slots. Raises `EncodingError`."""
+        """Track releases and assignments of slots; encode what is missing nevertheless. Raises `EncodingError`."""
         for slot in plan.released_slots:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
@@ -146,6 +146,9 @@ class EncoderOutputs:
             if (sequence := self._sequences.get(span.slot)) is not None:
                 for item in sequence.given.items_between(span.start, span.end):
                     needed[item.digest] = span.sequence_id, item
+        for digest in needed.keys() & self._kept.keys():
+            self._kept.move_to_end(digest)
+            del needed[digest]
         if needed or not plan.spans:
             self.encode(needed)
 
@@ -166,8 +169,6 @@ class EncoderOutputs:
         if self._begun is not None and self._begun[0] not in wanted:
             self._begun[1].abandon()
             self._begun = None
-        for digest in wanted.keys() & self._kept.keys():
-            self._kept.move_to_end(digest)
         missing = [each for digest, each in wanted.items() if digest not in self._kept]
         missing.sort(key=lambda each: self._begun is None or each[1].digest != self._begun[0])
         end = math.inf if seconds is None else time.monotonic() + seconds
@@ -400,12 +401,12 @@ class EncoderOutputs:
 
 @contextmanager
 def _failing(sequence_id: int) -> Iterator[None]:
-    """Raise errors of the model's own code as `EncodingError`."""
+    """Raise errors as `EncodingError`."""
     try:
         yield
     except ModelError as error:
         raise EncodingError(sequence_id, str(error)) from error
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+    except Exception as error:  # the model's own code can raise anything
         raise EncodingError(sequence_id, f"the model cannot encode the images: {first_line(error)}") from error
 
 

@@ -202,12 +202,14 @@ async def beside(seconds: float, num_rounds: int, options: dict[str, Any]) -> No
     model, processor = make()
     gaps: dict[bool, list[float]] = {False: [], True: []}
     waits: list[float] = []
-    four = [
-        {"prompt": f"{'<image>' * 4}{each['prompt'].removeprefix('<image>')}", "images": []}
-        for each in pages(1 + num_rounds * NUM_ASKED)
+    draw = np.random.default_rng(1)
+    four: list[dict[str, Any]] = [
+        {
+            "prompt": f"{'<image>' * 4}What are they?",
+            "images": [draw.integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(4)],
+        }
+        for _ in range(1 + num_rounds * NUM_ASKED)
     ]
-    for prompt in four:
-        prompt["images"] = [np.random.default_rng().integers(0, 256, (SIDE, SIDE, 3), dtype=np.uint8) for _ in range(4)]
     async with AsyncLLM(model, processor, in_process=True, speculation="off", **options) as llm:
         await _asks(llm, four[:1], 0)
         for number in range(num_rounds):

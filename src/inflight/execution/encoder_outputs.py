@@ -231,6 +231,8 @@ class EncoderOutputs:
         assert token_id is not None
         places = torch.eq(input_ids, token_id).nonzero()[:, 0]
         pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
+        if pooled.shape[1] != like.pooled.shape[1]:  # the model projects it
+            pooled = like.pooled.new_zeros(len(places), like.pooled.shape[1])
         deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep or ()]
         for rows, which, where in parts:
             index = torch.searchsorted(places, where)
@@ -238,7 +240,7 @@ class EncoderOutputs:
             for target, source in zip(deep, rows.deep or (), strict=True):
                 target[index] = source[which]
         contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
-        given: dict[str, Any] = {"last_hidden_state": None, "pooler_output": contained(pooled)}
+        given: dict[str, Any] = dict.fromkeys(("last_hidden_state", "pooler_output"), contained(pooled))
         if like.deep is not None:
             given[DEEP] = [contained(each) for each in deep]
         return like.kind(**given, **like.others)
@@ -388,7 +390,7 @@ class EncoderOutputs:
         given = {name: _tensor(each) for name, each in item.arrays.items() if name in names}
         given = {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
         output = encode(**given, return_dict=True)
-        pooled, deep = output.pooler_output, getattr(output, DEEP, None)
+        pooled, deep = output.get("pooler_output", output.get("last_hidden_state")), getattr(output, DEEP, None)
         others = {name: each for name, each in output.items() if name not in (*OF_ITEMS, DEEP)}
         layers = None if deep is None else tuple(map(_flat, deep))
         rows = _Rows(_flat(pooled), layers, type(output), not isinstance(pooled, Tensor), others)

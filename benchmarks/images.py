@@ -9,7 +9,7 @@ SmolVLM-256M's shape (the class Idefics3) with random weights and a vocabulary o
 448 x 448, each one tile of 64 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate, and
 medians are compared. `--questions`: the time to the first token of each question about one image, the first of which
 pays for the image. `--beside`: the time between tokens of four streams of text, alone and while a prompt with four
-images comes every so many seconds. `--text`: the speed of texts beside that of the language model's own class.
+images arrives every N seconds. `--text`: the speed of texts beside that of the language model's own class.
 """
 
 import argparse
@@ -184,7 +184,7 @@ async def _stream(llm: AsyncLLM, prompt: str, until: float, gaps: list[float]) -
 
 
 async def _asks(llm: AsyncLLM, prompts: Sequence[dict[str, Any]], seconds: float) -> list[float]:
-    """Send a prompt every so many seconds; return the time that each took."""
+    """Send a prompt every `seconds`; return the time that each took."""
     params = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True)
 
     async def ask(number: int) -> float:

@@ -166,7 +166,7 @@ def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) ->
     assert "inflight-encoder" not in {each.name for each in threading.enumerate()}
 
 
-def test_a_sliced_computation_stands_still_between_modules() -> None:
+def test_a_sliced_computation_pauses_between_modules() -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
     given = torch.ones(1, 2)
     sliced = Sliced(lambda: layers(given), layers)

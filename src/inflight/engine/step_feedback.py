@@ -48,8 +48,8 @@ class PrefillLimit:
         self._decode_times = StepTimes()  # of steps without prefill
         self._seconds_per_token: float | None = None
 
-    def seconds(self, num_decodes: int) -> float:
-        """For how long images may be encoded between steps that decode so many sequences."""
+    def encoding_seconds(self, num_decodes: int) -> float:
+        """For how long images may be encoded between steps of `num_decodes`."""
         alone = self._decode_times.seconds(num_decodes) if num_decodes else None
         return BACKGROUND_SECONDS if alone is None else self.stretch * alone
 
@@ -137,7 +137,7 @@ class StepFeedback:
     @property
     def encoding_seconds(self) -> float | None:
         """For how long images may be encoded before the next step; None: no limit."""
-        return None if self.prefill_limit is None else self.prefill_limit.seconds(self._scheduler.num_decodes)
+        return None if self.prefill_limit is None else self.prefill_limit.encoding_seconds(self._scheduler.num_decodes)
 
     def observe(self, plan: StepPlan, seconds: float) -> None:
         """Learn from a step."""

@@ -231,7 +231,7 @@ class EncoderOutputs:
         assert token_id is not None
         places = torch.eq(input_ids, token_id).nonzero()[:, 0]
         pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
-        if pooled.shape[1] != like.pooled.shape[1]:  # the model projects it
+        if pooled.shape[1] != like.pooled.shape[1]:  # the model projects the rows: these have no embedding to keep
             pooled = like.pooled.new_zeros(len(places), like.pooled.shape[1])
         deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep or ()]
         for rows, which, where in parts:

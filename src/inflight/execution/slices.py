@@ -1,6 +1,7 @@
 """`Sliced`: a computation of PyTorch modules that runs in slices of time, so that steps run between them.
 
-It has a thread of its own and stands still before the call of a module once its time is over.
+It runs in its own thread, which pauses before the next module's call when a slice is over. Only one of the two threads
+runs at any time.
 """
 
 import threading
@@ -22,13 +23,13 @@ class Sliced:
 
     Args:
         compute: the computation.
-        modules: before whose calls it may stand still.
+        modules: it may pause before their calls.
     """
 
     def __init__(self, compute: Callable[[], Any], modules: Iterable[nn.Module]) -> None:
         self._compute = compute
         self._num_threads = torch.get_num_threads()
-        self._hooks = [module.register_forward_pre_hook(self._look) for module in modules]
+        self._hooks = [module.register_forward_pre_hook(self._pause_if_over) for module in modules]
         self._turn, self._stop = threading.Semaphore(0), threading.Semaphore(0)
         self._deadline: float | None = 0.0  # None: it is abandoned
         self._result: Future[Any] = Future()
@@ -36,13 +37,13 @@ class Sliced:
         self._thread.start()
 
     def resume(self, deadline: float) -> Any:
-        """Run until about this time (of `time.monotonic()`). Returns its result; None: it has not ended. Raises its
-        error."""
+        """Run until about this time (seconds of `time.monotonic()`). Returns its result, or None if it has not ended.
+        Raises its error."""
         self._go(deadline)
         return self._result.result() if self._result.done() else None
 
     def abandon(self) -> None:
-        """End it where it stands."""
+        """End it where it paused."""
         if self._thread.is_alive():
             self._go(None)
 
@@ -65,7 +66,7 @@ class Sliced:
         finally:
             self._stop.release()
 
-    def _look(self, *_: Any) -> None:
+    def _pause_if_over(self, *_: Any) -> None:
         if threading.current_thread() is not self._thread:
             return
         if self._deadline is not None and time.monotonic() < self._deadline:

@@ -32,7 +32,7 @@ from inflight.execution.hf.source import first_line
 from inflight.execution.multimodal.encoder import OUTPUTS, Encoder, Part, Rows
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.proof import Proof
-from inflight.execution.multimodal.sequence_inputs import SequenceInputs, mrope_section
+from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
 from inflight.execution.multimodal.slices import Sliced
 from inflight.execution.ragged_batch import RaggedBatch
 
@@ -83,7 +83,7 @@ class EncoderOutputs:
         self._is_placed: dict[str, bool] = {}  # by kind, if it is proved: whether its rows are placed
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
-        self.num_dimensions = len(mrope_section(model)) or 1
+        self.num_dimensions = num_dimensions(model)
 
     @property
     def handle(self) -> int | None:

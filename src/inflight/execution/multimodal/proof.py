@@ -97,12 +97,14 @@ class Proof:
 
     @torch.inference_mode()
     def _run(self, number: int, placing: Placing | None = None, seen: Seen | None = None) -> Tensor:
-        """The last logits `[1, n, V]` for this many copies of the tokens."""
+        """The logits `[1, n, V]` for this many copies of the tokens, if possible only the last."""
         row = self._token_ids.repeat(number)
         where, length = torch.tensor(self.item.places) - self._start, len(self._token_ids)
         parts = [(self._rows, slice(None), where + copy * length) for copy in range(number)]
         parameters = forward_parameters(self._model)
-        options: dict[str, Any] = {"logits_to_keep": NUM_AROUND} if "logits_to_keep" in parameters else {}
+        options: dict[str, Any] = {}
+        if seen is None and "logits_to_keep" in parameters:  # Gemma 4 masks only rows whose logits it keeps
+            options["logits_to_keep"] = NUM_AROUND
         positions = self._sequence.positions[:, self._start : self._stop].repeat(1, number)
         positions = torch.arange(len(row))[None] if len(positions) == 1 else positions[:, None]
         encoding: AbstractContextManager[None] = nullcontext()

@@ -40,8 +40,8 @@ class SequenceInputs:
         positions = model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **arrays})
         if hasattr(model.base_model, "rope_deltas"):
             model.base_model.rope_deltas = None
-        # A further first row is for masks.
-        positions = positions.reshape(-1, length)[-(len(mrope_section(model)) or 3) :]
+        number = num_dimensions(model)
+        positions = positions.reshape(-1, length)[-(number if number > 1 else 3) :]  # a further first row is for masks
         names = {name for name in inspect.signature(model.forward).parameters if name.endswith(TYPES)}
         return cls(given, positions, {name: each[0] for name, each in arrays.items() if name in names})
 
@@ -69,11 +69,11 @@ class SequenceInputs:
         return ranges
 
 
-def mrope_section(model: PreTrainedModel) -> Sequence[int]:
-    """The sizes of the parts of a head with positions of their own (M-RoPE); empty: positions have one dimension."""
-    rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
-    section: Sequence[int] = rope.get("mrope_section") or ()
-    return section
+def num_dimensions(model: PreTrainedModel) -> int:
+    """The dimensions of positions: of M-RoPE, or 1."""
+    sections = (getattr(module, "mrope_section", None) for module in model.modules())
+    section = next((each for each in sections if each), ())
+    return len(next(iter(section.values())) if isinstance(section, Mapping) else section) or 1
 
 
 def as_tensor(array: Array) -> Tensor:

@@ -89,9 +89,9 @@ class Encoder:
         given = {name: as_tensor(each) for name, each in item.arrays.items() if name in names}
         return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in given.items()}
 
-    def needs_outputs(self, kind: str) -> bool:
-        """Whether the model reads outputs of this kind at tokens that are not its placeholders, too."""
-        return bool(self._like[kind].others)
+    def is_deep(self, kind: str) -> bool:
+        """Whether the model adds encoder outputs to the hidden states of further layers, too (DeepStack)."""
+        return self._like[kind].deep is not None
 
     def outputs(self, kind: str, parts: Sequence[Part], input_ids: Tensor) -> ModelOutput:
         """The model's encoder output for the placeholders of one step, `input_ids` `[T]` int64. Those without an item,
@@ -101,8 +101,6 @@ class Encoder:
         assert token_id is not None
         places = torch.eq(input_ids, token_id).nonzero()[:, 0]
         pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
-        if pooled.shape[1] != like.pooled.shape[1]:  # the model projects the rows: these have no embedding to keep
-            pooled = like.pooled.new_zeros(len(places), like.pooled.shape[1])
         deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep or ()]
         for rows, which, where in parts:
             index = torch.searchsorted(places, where)

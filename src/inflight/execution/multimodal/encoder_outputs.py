@@ -4,9 +4,9 @@ placeholder tokens.
 Items are encoded between steps, those first that the scheduler wants (`Scheduler.wanted_items`), and in slices of time
 while others decode. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
 
-A multimodal model of `transformers` takes encoder outputs as `mm_encoder_outputs`, one row for each placeholder among
-the tokens of a forward pass. So a step gives it the rows of its own placeholders, whatever sequences they belong to.
-Each item is encoded alone, so its bits depend on no other.
+A step gets the rows of its own placeholders, whatever sequences they belong to, in place of their input embeddings.
+Models that take more than these (DeepStack) get them as `mm_encoder_outputs`, for each placeholder of the step. Each
+item is encoded alone, so its bits depend on no other.
 """
 
 import math
@@ -54,7 +54,7 @@ class StepInputs:
 
     Attributes:
         positions: `[n]` int64, or `[k, n]` in k dimensions.
-        options: arguments of the model.
+        options: arguments of models with DeepStack.
     """
 
     positions: Tensor
@@ -161,9 +161,6 @@ class EncoderOutputs:
             sequence, end = self._sequences.get(span.slot), first + span.length
             if sequence is not None:
                 own[:, first:end] = sequence.positions_of(span.start, span.end)
-                if span.start < sequence.positions.shape[1]:
-                    for kind in {item.kind for item in sequence.given.items if self._encoder.needs_outputs(item.kind)}:
-                        parts.setdefault(kind, [])
                 for item in sequence.given.items_between(span.start, span.end):
                     places = np.asarray(item.places, dtype=np.int64)
                     lowest, highest = np.searchsorted(places, (span.start, span.end)).tolist()
@@ -208,8 +205,8 @@ class EncoderOutputs:
         """Find what the model does with items of this kind. Raises `ModelError` if they cannot be given to it."""
         name, kind = type(self._model).__name__, proof.item.kind
         is_placed = proof.allows(self._placing)
-        if not is_placed and not self._encoder.takes_outputs(kind):
-            raise ModelError(f"{name} takes more than an embedding for each token of an {kind}")
+        if not is_placed and not self._encoder.is_deep(kind):
+            raise ModelError(f"{name} does not only put {kind}s in place of their tokens' embeddings")
         seen = proof.seen()
         if any(seen.by_call):
             calls = self._attention_calls()

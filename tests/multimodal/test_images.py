@@ -16,6 +16,8 @@ from transformers import PreTrainedModel, ProcessorMixin
 from inflight import LLM, AsyncLLM, InvalidRequestError, SamplingParams
 from inflight.census.sensitive import build
 from inflight.census.tiny_processors import multimodal_class, tiny_with_processor
+from inflight.execution.kernels import kernels_available
+from inflight.execution.multimodal import placing
 from inflight.text.processor import Processor, open_image
 from tests.adapters.made import save_with_peft
 from tests.multimodal.models import image, plain_answer, tiny, with_processor
@@ -66,6 +68,46 @@ def test_answers_are_those_of_the_plain_model(pair: tuple[PreTrainedModel, Proce
     assert llm.stats().num_preemptions > 0
     assert answers(llm, prompts) == expected, "from the cache"
     assert [answers(llm, [each])[0] for each in prompts] == expected, "alone"
+
+
+@pytest.mark.skipif(not kernels_available(), reason="graphs need a C++ compiler")
+def test_steps_with_images_run_the_graph(
+    pair: tuple[PreTrainedModel, ProcessorMixin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = [prompt_of(text, numbers) for text, numbers in PROMPTS]
+    llm = LLM(copy.deepcopy(pair[0]), pair[1], block_size=4)
+    answers(llm, prompts[:2])
+    monkeypatch.setattr(llm.engine.runner.require_packed(), "_forward", None)
+    assert answers(llm, prompts) == plain(pair)
+
+
+def test_images_go_into_the_model_without_kernels(
+    pair: tuple[PreTrainedModel, ProcessorMixin], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(placing, "kernels_available", lambda: False)
+    llm = LLM(copy.deepcopy(pair[0]), pair[1], block_size=4)
+    assert not llm.engine.runner.info.is_recorded
+    assert answers(llm, [prompt_of(text, numbers) for text, numbers in PROMPTS]) == plain(pair)
+
+
+def test_a_model_that_does_more_than_to_replace_embeddings_is_refused() -> None:
+    model, processor = with_processor("llava")
+    model = copy.deepcopy(model)
+
+    class More(type(model)):  # type: ignore[misc]
+        def forward(self, *args: Any, mm_encoder_outputs: Any = None, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, mm_encoder_outputs=mm_encoder_outputs, **kwargs)
+            if mm_encoder_outputs is not None:
+                outputs.logits = outputs.logits + 1
+            return outputs
+
+    model.__class__ = More
+    llm = LLM(model, processor, block_size=4)
+    with pytest.raises(
+        InvalidRequestError, match="More does more with an image than"
+    ):
+        answers(llm, [prompt_of("What is <image>", [0])])
+    assert answers(llm, ["The quick"]) == answers(llm, ["The quick"])
 
 
 def test_equal_images_share_blocks_and_others_do_not(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:

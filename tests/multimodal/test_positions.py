@@ -12,6 +12,8 @@ from transformers import PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.step.multimodal import Array, EncoderInput, MultimodalInputs
 from inflight.execution.hf.model_class import encoders
+from inflight.execution.kernels import kernels_available
+from inflight.execution.multimodal import placing
 from tests.multimodal.models import plain_answer, tiny
 
 BEGIN, PLACEHOLDER, END = 6, 5, 7
@@ -22,6 +24,7 @@ ENDS_IN_AN_IMAGE = 4
 SEEDS = (0, 1, 2, 3, ENDS_IN_AN_IMAGE, 1)
 """Of the prompts' other tokens."""
 GREEDY = SamplingParams(temperature=0, max_tokens=10, ignore_eos=True)
+needs_kernels = pytest.mark.skipif(not kernels_available(), reason="graphs need a C++ compiler")
 
 
 @pytest.fixture(scope="module", params=["qwen2_vl", "qwen3_vl"])
@@ -60,8 +63,16 @@ def as_arrays(tensors: dict[str, torch.Tensor]) -> dict[str, Array]:
     return {name: Array(each.dtype.str, each.shape, each.tobytes()) for name, each in arrays.items()}
 
 
-def test_answers_are_those_of_the_plain_model(model: PreTrainedModel) -> None:
+@pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_kernels), False])
+def test_answers_are_those_of_the_plain_model(
+    model: PreTrainedModel, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With kernels by the graph, in all steps."""
+    if not has_kernels:
+        monkeypatch.setattr(placing, "kernels_available", lambda: False)
     llm = LLM(copy.deepcopy(model), max_num_batched_tokens=16, num_blocks=40, block_size=4, max_num_seqs=4)
+    if has_kernels:
+        monkeypatch.setattr(llm.engine.runner.require_packed(), "_forward", None)
     engine, expected, given = llm.engine, [], {str(index): list[int]() for index in range(len(PROMPTS))}
     for index, numbers in enumerate(PROMPTS):
         token_ids, places = prompt(numbers, SEEDS[index])

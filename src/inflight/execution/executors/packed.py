@@ -245,6 +245,8 @@ class PackedExecutor:
             raise UntraceableError("it needs the attention backend 'cpu'")
         if self._longrope_length is not None:
             raise UntraceableError("its position embeddings depend on each sequence's length (LongRoPE)")
+        if self.encoder_outputs is not None and not self.encoder_outputs.placing.handles:
+            raise UntraceableError("images need the kernels for that")
         if any(is_watched(module) for module in self.model.modules()):
             raise UntraceableError("there are hooks on its modules")
         nothing = RaggedBatch.empty(len(self.grouping.parts), self.model.device)

@@ -57,6 +57,7 @@ class Fuzzer:
             self._experts,
             self._attention,
             self._mixers,
+            self._placing,
             self._program,
             self._exchange,
         ]
@@ -250,6 +251,17 @@ class Fuzzer:
             self.call("recur", *given, *flags, 0.3, draw.choice([torch.float32, torch.bfloat16]), recurrence, rate=0.05)
             ops.delete_mixer(recurrence)
         ops.delete_mixer_step(step)
+
+    def _placing(self) -> None:
+        """Rows that go into others, once."""
+        draw, placing = self.random, torch.ops.inflight.new_placing()
+        tokens, hidden = draw.randint(0, 9), draw.choice([1, 20])
+        places = torch.tensor([draw.randrange(tokens + 1) for _ in range(draw.randint(0, 4))], dtype=torch.int64)
+        rows = self._floats(len(places), hidden)
+        self.call("put_rows", placing, rows, places, draw.random() < 0.5, rate=0.1)
+        for _ in range(2):
+            self.call("place_rows", self._floats(tokens, hidden).to(rows.dtype), placing, rate=0.1)
+        torch.ops.inflight.delete_placing(placing)
 
     def _program(self) -> None:
         """A compiled norm of rows, of which one number or another is changed."""

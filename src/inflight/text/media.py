@@ -85,8 +85,12 @@ def open_image(source: ImageSource) -> Image:
 def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
     """The samples of a sound at this rate, its channels mixed, `[num_samples]`. Raises `InvalidRequestError`, in one
     sentence."""
-    import numpy as np
-
+    try:
+        import numpy as np
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:  # without libsndfile, too
+        raise InvalidRequestError(NEEDS) from error
     try:
         with _opened(source) as file:
             if file is None:
@@ -97,23 +101,15 @@ def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
                     raise InvalidRequestError(f"a sound is an array {shown}; it must be [num_samples] of floats")
                 _check_length(len(samples), 1, rate, sampling_rate)
             else:
-                import soundfile
-
-                try:
-                    with soundfile.SoundFile(file) as sound:
-                        rate = sound.samplerate
-                        _check_length(sound.frames, sound.channels, rate, sampling_rate)
-                        samples = sound.read(dtype="float32", always_2d=True).mean(axis=1)
-                except soundfile.LibsndfileError as error:
-                    raise _unknown("a sound", source, "libsndfile") from error
-        if rate != sampling_rate:
-            import soxr
-
-            samples = soxr.resample(samples, rate, sampling_rate)
+                with soundfile.SoundFile(file) as sound:
+                    rate = sound.samplerate
+                    _check_length(sound.frames, sound.channels, rate, sampling_rate)
+                    samples = sound.read(dtype="float32", always_2d=True).mean(axis=1)
+        samples = samples if rate == sampling_rate else soxr.resample(samples, rate, sampling_rate)
     except InvalidRequestError:
         raise
-    except ImportError as error:
-        raise InvalidRequestError(NEEDS) from error
+    except soundfile.LibsndfileError as error:
+        raise _unknown("a sound", source, "libsndfile") from error
     except _ERRORS as error:
         raise InvalidRequestError(f"a sound cannot be read: {one_line(error)}") from error
     if not len(samples) or not np.isfinite(samples).all():

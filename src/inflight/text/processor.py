@@ -6,12 +6,13 @@ That decides about sizes, tiles, chunks and placeholder tokens. Torch is importe
 from __future__ import annotations
 
 import copy
+import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.step.multimodal import KINDS, Array, EncoderInput, MultimodalInputs, placeholder_id
@@ -29,26 +30,10 @@ BEFORE, AFTER = "Quixotic", "Zephyrus"
 _OF_THE_PROMPT = ("input_ids", "attention_mask")
 _OF_THE_ENCODER = ("pixel_", "image_patches", "input_features", "input_values", "padding_mask", "audio_input_ids")
 """Beginnings of the names of what only an encoder reads."""
-
-
-class _Names(NamedTuple):
-    """What processors of `transformers` call a kind of item.
-
-    Attributes:
-        argument: of a call.
-        parts: attributes, of which one reads the items.
-        tokens: attributes, of which one stands for an item in a text.
-    """
-
-    argument: str
-    parts: tuple[str, ...]
-    tokens: tuple[str, ...]
-
-
-_NAMES = {
-    "image": _Names("images", ("image_processor",), ("image_token", "boi_token")),
-    "audio": _Names("audio", ("audio_processor", "feature_extractor"), ("audio_token", "boa_token")),
-}
+_ARGUMENTS = {"image": "images", "audio": "audio"}
+"""Of a processor's call, by kind of item."""
+_PARTS = {"image": ("image_processor",), "audio": ("audio_processor", "feature_extractor")}
+"""A processor's attributes, of which one reads the items of a kind."""
 
 
 class Processor:
@@ -67,8 +52,8 @@ class Processor:
         self.limits: Mapping[str, int] = {}
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
-        for kind, names in _NAMES.items():
-            for name in names.parts:
+        for kind, names in _PARTS.items():
+            for name in names:
                 if (part := getattr(inner, name, None)) is not None:
                     setattr(self.inner, name, remembering := _Remembering(part))
                     self._readers[kind] = Reader(kind, self.inner, remembering, placeholder_id(config, kind))
@@ -123,6 +108,26 @@ class Processor:
             items = [item for kind, each in opened.items() for item in self.of(kind).items(each, token_ids)]
         items.sort(key=lambda item: item.places[0])
         return token_ids, MultimodalInputs(items, _arrays(whole, without=(*_OF_THE_PROMPT, *_OF_THE_ENCODER)))
+
+    def transcription_request(self, prompt: str | None, language: str | None) -> str | None:
+        """The text with which a model that transcribes is asked about one sound; None: its processor writes none.
+
+        Args:
+            prompt, language: None: the processor's own, and as the model hears.
+
+        Raises:
+            InvalidRequestError: the processor takes no language, or not this one.
+        """
+        ask = getattr(self.inner, "apply_transcription_request", None)
+        known = () if ask is None else inspect.signature(ask).parameters
+        if ask is None or "tokenize" not in known:
+            return None
+        given = {"prompt": prompt, "language": language}
+        try:
+            texts = ask("", tokenize=False, **{name: each for name, each in given.items() if each is not None})
+        except Exception as error:  # it is a program, and can raise anything
+            raise InvalidRequestError(f"the processor cannot ask for it: {one_line(error)}") from error
+        return str(texts[0])
 
 
 class Reader:
@@ -188,27 +193,22 @@ class Reader:
             text = str(self._inner.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
             if written := text.partition(BEFORE)[2].partition(AFTER)[0].strip("\n"):
                 return written
-        tokens = [getattr(self._inner, name, None) for name in _NAMES[self.kind].tokens]
+        tokens = [getattr(self._inner, name, None) for name in (f"{self.kind}_token", f"bo{self.kind[0]}_token")]
         return next((each for each in tokens if each and self._sample(each)), f"<{self.kind}>")
 
     def _sample(self, placeholder: str) -> list[int]:
-        """The token ids of one small item; empty: the processor does not take this text for one."""
+        """The token ids of a small black image, or of a second of silence; empty: the processor does not take this text
+        for one."""
+        import numpy as np
+
+        rate = self._part.sampling_rate if self.kind == "audio" else 0
+        small = np.zeros(rate, np.float32) if rate else np.zeros((SAMPLE_SIDE, SAMPLE_SIDE, 3), np.uint8)
         try:
-            processed = _process(self._inner, placeholder, {self.kind: [self._small()]}, False)
+            processed = _process(self._inner, placeholder, {self.kind: [self.open(small)]}, False)
         except InvalidRequestError:
             return []
         token_ids: list[int] = processed["input_ids"][0].tolist()
         return token_ids if self._given_token_id in (None, *token_ids) else []
-
-    def _small(self) -> Any:
-        """A black image, or a second of silence."""
-        if self.kind == "image":
-            import PIL.Image
-
-            return PIL.Image.new("RGB", (SAMPLE_SIDE, SAMPLE_SIDE))
-        import numpy as np
-
-        return np.zeros(self._part.sampling_rate, dtype=np.float32)
 
     @cached_property
     def _settings(self) -> bytes:
@@ -225,7 +225,7 @@ def _process(
             add_special_tokens=add_special_tokens,
             return_tensors="pt",
             return_mm_token_type_ids=True,
-            **{_NAMES[kind].argument: list(items) for kind, items in opened.items()},
+            **{_ARGUMENTS[kind]: list(items) for kind, items in opened.items()},
         )
     except Exception as error:  # it is a program, and can raise anything
         what = " and ".join(KINDS[kind] for kind in opened)

@@ -46,12 +46,13 @@ class RequestParsing:
     Attributes:
         is_strict: whether fields that could be ignored or replaced are refused.
         ignored: the names of ignored and replaced fields.
-        items: the kinds and data URLs of images and sounds, by the mark that stands in their place in a text.
+        items: the kinds of images and sounds, and their data URLs or files' bytes, by the mark that stands in their
+            place in a text.
     """
 
     is_strict: bool = False
     ignored: list[str] = field(default_factory=list)
-    items: dict[str, tuple[str, str]] = field(default_factory=dict)
+    items: dict[str, tuple[str, str | bytes]] = field(default_factory=dict)
 
     @property
     def shown_ignored(self) -> str:
@@ -59,10 +60,10 @@ class RequestParsing:
         names = [name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored[:MAX_IGNORED]]
         return ", ".join([*names, *(["(others)"] if len(self.ignored) > MAX_IGNORED else [])])
 
-    def mark(self, kind: str, url: str) -> str:
+    def mark(self, kind: str, item: str | bytes) -> str:
         """Keep an image or sound; return a mark for its place, which no other text has."""
         mark = f"{ITEM_MARK}{secrets.token_hex(16)}{ITEM_MARK}"
-        self.items[mark] = kind, url
+        self.items[mark] = kind, item
         return mark
 
     def ignore(self, name: str) -> None:

@@ -14,8 +14,8 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.engine import step_feedback
 from inflight.engine.step_feedback import PrefillLimit
 from inflight.entrypoints.inputs import read_prompt
-from inflight.execution import encoder_outputs
-from inflight.execution.slices import Sliced
+from inflight.execution.multimodal import encoder_outputs
+from inflight.execution.multimodal.slices import Sliced
 from tests.multimodal.models import image, with_processor
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -36,7 +36,7 @@ class Engine:
         images = runner.encoder_outputs
         assert images is not None
         self.images = images
-        run, encode, keep = runner.run, runner.encode, images._encoded
+        run, encode, keep = runner.run, runner.encode, images._encoder.encode
 
         def running(plan: StepPlan, masks: Any) -> Any:
             self.plans += [plan] if plan.spans else []
@@ -52,7 +52,7 @@ class Engine:
 
         monkeypatch.setattr(runner, "run", running)
         monkeypatch.setattr(runner, "encode", encoding)
-        monkeypatch.setattr(images, "_encoded", keeping)
+        monkeypatch.setattr(images._encoder, "encode", keeping)
 
     def outputs(self, *prompts: tuple[str, list[int]]) -> list[Any]:
         self.encoded.clear()

@@ -44,8 +44,8 @@ from inflight.engine.speculating import check_draft, describe_speculation, load_
 from inflight.engine.step_feedback import StepFeedback, Totals
 from inflight.engine.step_watch import StepWatch
 from inflight.execution.adapters import AdapterCheckpoint
-from inflight.execution.encoder_outputs import EncodingError
 from inflight.execution.hf.load import ModelSource, WatchedWeights, default_sampling_params, writes_to_its_weights
+from inflight.execution.multimodal import EncodingError
 from inflight.execution.pooling.checkpoint import pooling_plan
 from inflight.scheduling.scheduler import Scheduler
 from inflight.text.tokenizer import CONFIGURATION, Tokenizer

@@ -18,10 +18,10 @@ from inflight.contracts.step.cache_layout import CacheLayout
 from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
-from inflight.execution.encoder_outputs import EncoderOutputs
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
+from inflight.execution.multimodal import EncoderOutputs
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
@@ -63,9 +63,6 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
-        if isinstance(self.executor, PackedExecutor) and self.info.input_modalities:
-            executor = self.executor
-            executor.encoder_outputs = EncoderOutputs(self.model, lambda: executor.attention_calls)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 

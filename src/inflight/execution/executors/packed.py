@@ -17,7 +17,6 @@ from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.attention.cpu_backend import CpuCache
 from inflight.execution.attention.grouping import BlockPart, Grouping, allocate_storages
 from inflight.execution.attention.interface import AttentionSpec, KVStorage
-from inflight.execution.encoder_outputs import EncoderOutputs
 from inflight.execution.executors.counting import FROM_ZERO, Counting, Positions
 from inflight.execution.executors.interface import Capabilities, Executor
 from inflight.execution.executors.kept_states import KeptStates, put_last_states
@@ -30,6 +29,7 @@ from inflight.execution.hf.mixer_hook import hook_mixers, run_mixers
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.hf.own_positions import at_positions, hook_positions
 from inflight.execution.mixing import MixingBackend
+from inflight.execution.multimodal import EncoderOutputs
 from inflight.execution.ragged_batch import CacheGroupBatch, RaggedBatch
 from inflight.execution.weights.linear_calls import is_watched
 
@@ -184,7 +184,8 @@ class PackedExecutor:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
         options: Mapping[str, Any] = {}
-        if images is not None and (given := images.of(batch, rows[0], rows[1])) is not None:
+        if images is not None:
+            given = images.of(batch, rows[0], rows[1])
             rows, options = (rows[0], given.positions, rows[2]), given.options
         if self.adapters is None:
             return self._run(batch, *rows, options)
@@ -204,12 +205,13 @@ class PackedExecutor:
         Args:
             input_ids: `[n]` int64, padded; n is at least T.
             positions: `[n]` int64, or `[k, n]` for positions in k dimensions.
-            options: further arguments of the model. With any, or with several dimensions, it runs eagerly.
+            options: further arguments of the model. With any, or with more dimensions than in the graph, it runs
+                eagerly.
             logit_rows: `[n]` int64, padded; n is at least R.
         """
         rows = input_ids, positions, logit_rows
-        if self._compiled is not None and not options and positions.dim() == 1:
-            return _without_padding(batch, self._compiled(*rows))
+        if self._compiled is not None and not options and positions.numel() == self._num_dimensions * len(input_ids):
+            return _without_padding(batch, self._compiled(input_ids, positions.view(-1), logit_rows))
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
         with embeddings:
@@ -259,7 +261,12 @@ class PackedExecutor:
         def run(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> list[torch.Tensor]:
             return self._run_eagerly(input_ids, positions, logit_rows, len(input_ids))
 
-        return trace_forward(run, max_tokens)
+        return trace_forward(run, max_tokens, self._num_dimensions)
+
+    @property
+    def _num_dimensions(self) -> int:
+        """Of positions in a graph."""
+        return 1 if self.encoder_outputs is None else self.encoder_outputs.num_dimensions
 
     def run_program(self, program: EncodedProgram) -> None:
         """Run a compiled graph in every step from now on."""

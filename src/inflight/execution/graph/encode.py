@@ -38,7 +38,7 @@ items per call."""
 
 ENUMERATORS = {torch.contiguous_format: 0, torch.preserve_format: 1, torch.channels_last: 2, torch.strided: 0}
 """Torch's numbers of memory formats and layouts."""
-HANDLES = ("linear", "call", "experts", "step", "exchange", "mixer")
+HANDLES = ("linear", "call", "experts", "step", "exchange", "mixer", "placing")
 """Arguments of our operators that are handles."""
 MULTIPLYING = ("mm", "matmul", "linear", "conv", "dot_product")
 """Substrings of torch's operator names that are worth several threads."""
@@ -176,8 +176,8 @@ def _argument(given: Any, *, is_tensor: bool) -> Argument:
 
 
 class CompiledGraph:
-    """Takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64, to the outputs of the graph; T and R are
-    at least 1.
+    """Takes token ids `[T]`, positions `[k T]` and logit rows `[R]`, all int64, to the outputs of the graph; T and R
+    are at least 1, and positions have k dimensions.
 
     Attributes:
         program: the compiled program.

@@ -75,7 +75,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Traces the operators that run in its context.
 
     Args:
-        inputs: the forward pass's input tensors, `[T]`, `[T]` and `[R]` int64, with the first numbers.
+        inputs: the forward pass's input tensors, `[T]`, `[T]` or `[k, T]`, and `[R]` int64, with the first numbers.
 
     Attributes:
         tensors: one tensor `[…]` of each memory, which keeps it alive.
@@ -128,21 +128,23 @@ class Tracer(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-def trace_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: int) -> Graph:
+def trace_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: int, num_dimensions: int = 1) -> Graph:
     """Trace a forward pass, running its model a few times on arbitrary tokens.
 
     Args:
-        forward: takes token ids `[T]`, positions `[T]` and logit rows `[R]`, all int64; T and R are at least 1.
+        forward: takes token ids `[T]`, positions `[T]`, or `[k, T]` in k dimensions, and logit rows `[R]`, all int64;
+            T and R are at least 1.
         max_tokens: the most tokens of a step.
+        num_dimensions: of positions.
 
     Raises:
         UntraceableError: the operators vary between steps.
     """
-    tracers = [_trace(forward, *sample) for sample in SAMPLES]
+    tracers = [_trace(forward, *sample, num_dimensions) for sample in SAMPLES]
     longest = max(max_tokens, LEAST_LONG), LONG_LOGIT_ROWS
     with FakeTensorMode(allow_non_fake_inputs=True):
         try:
-            long_tracer = _trace(forward, *longest)
+            long_tracer = _trace(forward, *longest, num_dimensions)
         except UntraceableError:
             raise
         except Exception as error:
@@ -151,9 +153,13 @@ def trace_forward(forward: Callable[..., Sequence[torch.Tensor]], max_tokens: in
     return _as_graph(tracers, long_tracer, longest)
 
 
-def _trace(forward: Callable[..., Sequence[torch.Tensor]], num_tokens: int, num_logit_rows: int) -> Tracer:
+def _trace(
+    forward: Callable[..., Sequence[torch.Tensor]], num_tokens: int, num_logit_rows: int, num_dimensions: int
+) -> Tracer:
     """Trace a forward pass (see `trace_forward`) over T arbitrary tokens with R logit rows."""
-    inputs = torch.zeros(num_tokens, dtype=torch.int64), torch.arange(num_tokens), torch.arange(num_logit_rows)
+    positions = torch.arange(num_tokens)
+    positions = positions if num_dimensions == 1 else positions.repeat(num_dimensions, 1)
+    inputs = torch.zeros(num_tokens, dtype=torch.int64), positions, torch.arange(num_logit_rows)
     tracer = Tracer(inputs)
     with tracer:
         outputs = forward(*inputs)

@@ -64,6 +64,17 @@ def use_attention(model: PreTrainedModel, name: str) -> None:
         config._attn_implementation_internal = name
 
 
+@contextmanager
+def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
+    """A context in which a model that is exclusively ours has this attention implementation."""
+    in_use = attention_in_use(model)
+    use_attention(model, name)
+    try:
+        yield
+    finally:
+        restore_attention(model, in_use)
+
+
 def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
     """The configurations of a model and of all modules in it, except its encoders of images and sound."""
     apart = {module for encoder in encoders(model) for module in encoder.modules()}

@@ -81,6 +81,9 @@ def _describe_operators() -> None:
     def attend(query: torch.Tensor, sinks: torch.Tensor | None, call: int, value_head_size: int) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value_head_size)
 
+    def place_rows(embeddings: torch.Tensor, placing: int) -> None:
+        return None
+
     def convolve(
         x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str, mixer: int
     ) -> torch.Tensor:
@@ -144,6 +147,7 @@ def _describe_operators() -> None:
     torch.library.register_fake("inflight::gather_of_ranks", gather_of_ranks)
     torch.library.register_fake("inflight::write", write)
     torch.library.register_fake("inflight::attend", attend)
+    torch.library.register_fake("inflight::place_rows", place_rows)
     torch.library.register_fake("inflight::activate", activate)
     torch.library.register_fake("inflight::convolve", convolve)
     torch.library.register_fake("inflight::recur", recur)

@@ -15,6 +15,7 @@
 #include "grouped_linear.h"
 #include "linear.h"
 #include "mixers.h"
+#include "placing.h"
 #include "program.h"
 #include "sample.h"
 #include "threads.h"
@@ -89,6 +90,15 @@ void write(const Tensor& key, const Tensor& value, int64_t call) { inflight::wri
 Tensor attend(const Tensor& query, const std::optional<Tensor>& sinks, int64_t call, int64_t) {
   return inflight::attend(*calls.get(call), query, sinks);
 }
+
+Registry<Current<PlacedRows>> placings;
+
+int64_t new_placing() { return placings.add(std::make_shared<Current<PlacedRows>>()); }
+void delete_placing(int64_t placing) { placings.remove(placing); }
+void put_rows(int64_t placing, const Tensor& rows, const Tensor& places) {
+  inflight::put_rows(*placings.get(placing), rows, places);
+}
+void place_rows(const Tensor& embeddings, int64_t placing) { inflight::place_rows(embeddings, *placings.get(placing)); }
 
 Registry<Current<MixerStep>> mixer_steps;
 Registry<Mixer> mixers;
@@ -340,6 +350,10 @@ const InflightOperator operators[] = {
     anywhere<see_items>("see_items(int call) -> ()"),
     on_cpu<write>("write(Tensor key, Tensor value, int call) -> ()"),
     on_cpu<attend>("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor"),
+    anywhere<new_placing>("new_placing() -> int"),
+    anywhere<delete_placing>("delete_placing(int placing) -> ()"),
+    anywhere<put_rows>("put_rows(int placing, Tensor rows, Tensor places) -> ()"),
+    on_cpu<place_rows>("place_rows(Tensor(a!) embeddings, int placing) -> ()"),
     anywhere<new_mixer_step>("new_mixer_step() -> int"),
     anywhere<delete_mixer_step>("delete_mixer_step(int step) -> ()"),
     anywhere<begin_mixing>("begin_mixing(int step, Tensor spans) -> ()"),

@@ -235,7 +235,8 @@ ProgramRun::ProgramRun(std::shared_ptr<const Program> program, const Tensor& inp
     values_.at(i) = inputs[i]->memory();
   }
   step_ = {input_ids.size(0), logit_rows.size(0)};
-  check_size(positions, "positions", 0, step_.tokens);
+  CHECK(step_.tokens == 0 || positions.size(0) % step_.tokens == 0, "there are ", positions.size(0), " positions of ",
+        step_.tokens, " tokens");
   const std::lock_guard lock(program_->mutex_);
   std::swap(memory_, program_->memory_);
 }

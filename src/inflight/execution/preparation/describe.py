@@ -16,12 +16,12 @@ from inflight.contracts.api.features import IMAGES, Features
 from inflight.contracts.api.model_info import ModelInfo, StoredWeights
 from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.execution.attention import AttentionSpec
-from inflight.execution.encoder_outputs import encodable
 from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import available_cache_memory, eos_token_ids, not_honoured
 from inflight.execution.hf.longrope import longrope_length
 from inflight.execution.kernels import kernels_in_use
+from inflight.execution.multimodal import encodable
 from inflight.execution.preparation.choice import ChosenExecutor
 from inflight.execution.preparation.report import PreparationReport
 from inflight.execution.weights.experts import PrepackedExperts

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from inflight.execution.hf.load import (
 )
 from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, release_file_pages
+from inflight.execution.multimodal import EncoderOutputs
 from inflight.execution.pooling.heads import TextPooler
 from inflight.execution.pooling.states_model import PoolingParts, load_parts
 from inflight.execution.preparation.agreement import PrepackingError
@@ -152,6 +154,8 @@ def _prepare(
     executor = choice.make_executor(config.kv_cache.block_size, config.scheduling.max_num_seqs)
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks, info.num_states)
+    if isinstance(executor, PackedExecutor) and info.input_modalities:
+        executor.encoder_outputs = EncoderOutputs(model, partial(getattr, executor, "attention_calls"))
     pooler = None
     if parts is not None:
         info = _of_texts(info, executor, parts)

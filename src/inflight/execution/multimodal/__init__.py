@@ -1,0 +1,10 @@
+"""Images and sounds of running sequences: encoded between steps, and put in place of their placeholder tokens.
+
+`EncoderOutputs` keeps them for the steps, `encoder` runs the model's encoders, `placing` writes rows into the input
+embeddings, and `proof` tells what a model lets these tokens see and whether their rows may be placed there.
+"""
+
+from inflight.execution.multimodal.encoder import encodable
+from inflight.execution.multimodal.encoder_outputs import EncoderOutputs, EncodingError
+
+__all__ = ["EncoderOutputs", "EncodingError", "encodable"]

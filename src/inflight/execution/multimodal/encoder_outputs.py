@@ -1,0 +1,256 @@
+"""`EncoderOutputs`: encodes the images and sounds of running sequences, and puts the outputs in place of their
+placeholder tokens.
+
+Items are encoded between steps, those first that the scheduler wants (`Scheduler.wanted_items`), and in slices of time
+while others decode. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
+
+A step gets the rows of its own placeholders, whatever sequences they belong to, in place of their input embeddings.
+Models that take more than these (DeepStack) get them as `mm_encoder_outputs`, for each placeholder of the step. Each
+item is encoded alone, so its bits depend on no other.
+"""
+
+import math
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from inflight.contracts.api.errors import InvalidRequestError, ModelError
+from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
+from inflight.contracts.step.plan import StepPlan
+from inflight.execution.hf.hook import with_attention
+from inflight.execution.hf.model_class import encoders
+from inflight.execution.hf.source import first_line
+from inflight.execution.multimodal.encoder import OUTPUTS, Encoder, Part, Rows
+from inflight.execution.multimodal.placing import Placing
+from inflight.execution.multimodal.proof import Proof
+from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
+from inflight.execution.multimodal.slices import Sliced
+from inflight.execution.ragged_batch import RaggedBatch
+
+MAX_BYTES = 2**28
+"""Encoder outputs that are kept for later steps."""
+
+
+class EncodingError(ModelError):
+    """The model cannot encode an item of this sequence."""
+
+    def __init__(self, sequence_id: int, message: str) -> None:
+        super().__init__(message)
+        self.sequence_id = sequence_id
+
+
+@dataclass(frozen=True, slots=True)
+class StepInputs:
+    """What a step's forward pass needs besides its tokens.
+
+    Attributes:
+        positions: `[n]` int64, or `[k, n]` in k dimensions.
+        options: arguments of models with DeepStack.
+    """
+
+    positions: Tensor
+    options: Mapping[str, Any]
+
+
+class EncoderOutputs:
+    """The encoder outputs of one model's running sequences.
+
+    Args:
+        model: exclusively ours.
+        attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
+
+    Attributes:
+        num_dimensions: the dimensions k of every step's positions; further ones need arguments of their own.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
+        self._model = model
+        self._encoder = Encoder(model)
+        self._placing = Placing(model)
+        self._attention_calls = attention_calls
+        self._kept: OrderedDict[bytes, Rows] = OrderedDict()
+        self._sequences: dict[int, SequenceInputs] = {}  # by slot
+        self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
+        self._is_placed: dict[str, bool] = {}  # by kind, if it is proved: whether its rows are placed
+        self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
+        self._window = sys.maxsize  # the least of attention in which they do
+        self.num_dimensions = num_dimensions(model)
+
+    @property
+    def handle(self) -> int | None:
+        """The kernels' handle for placing rows; None: none are placed."""
+        return self._placing.handle
+
+    def take(self, plan: StepPlan) -> None:
+        """Track releases and assignments of slots; encode what is missing nevertheless. Raises `EncodingError`."""
+        for slot in plan.released_slots:
+            self._sequences.pop(slot, None)
+        for assignment in plan.assignments:
+            if assignment.multimodal is not None:
+                prompt = assignment.token_ids[: assignment.prompt_len]
+                with _failing(assignment.sequence_id):
+                    self._sequences[assignment.slot] = SequenceInputs.of(self._model, prompt, assignment.multimodal)
+        needed: dict[bytes, tuple[int, EncoderInput]] = {}
+        for span in plan.spans:
+            if (sequence := self._sequences.get(span.slot)) is not None:
+                for item in sequence.given.items_between(span.start, span.end):
+                    needed[item.digest] = span.sequence_id, item
+        for digest in needed.keys() & self._kept.keys():
+            self._kept.move_to_end(digest)
+            del needed[digest]
+        if needed or not plan.spans:
+            self.encode(needed)
+
+    def has(self, item: EncoderInput) -> bool:
+        """Whether an item is encoded."""
+        return item.digest in self._kept
+
+    def encode(self, wanted: Mapping[bytes, tuple[int, EncoderInput]], seconds: float | None = None) -> None:
+        """Encode what is not kept of these items.
+
+        Args:
+            wanted: by digest, with a sequence that has the item. Others may be dropped.
+            seconds: go on for about so long, and with the same item at the next call; None: to the end.
+
+        Raises:
+            EncodingError: the model cannot encode one of them.
+        """
+        if self._begun is not None and self._begun[0] not in wanted:
+            self._begun[1].abandon()
+            self._begun = None
+        missing = [each for digest, each in wanted.items() if digest not in self._kept]
+        missing.sort(key=lambda each: self._begun is None or each[1].digest != self._begun[0])
+        end = math.inf if seconds is None else time.monotonic() + seconds
+        for sequence_id, item in missing:
+            self._make_room(wanted)
+            with _failing(sequence_id):
+                self._encode(item, end)
+            if time.monotonic() >= end:
+                break
+
+    def _make_room(self, wanted: Container[bytes]) -> None:
+        """Drop the oldest outputs that are not wanted, if there are too many."""
+        others = [digest for digest in self._kept if digest not in wanted]
+        while others and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
+            del self._kept[others.pop(0)]
+
+    def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs:
+        """What this step needs. Rows that are placed go into the next forward pass.
+
+        Args:
+            input_ids, positions: of the row, with padding, `[n]` int64.
+        """
+        in_step = [self._sequences[span.slot] for span in batch.spans if span.slot in self._sequences]
+        num_rows = max([self.num_dimensions, *(len(each.positions) for each in in_step)])
+        if not in_step:
+            return StepInputs(positions if num_rows == 1 else positions.repeat(num_rows, 1), {})
+        own = positions.repeat(num_rows, 1)
+        parts: dict[str, list[Part]] = {}
+        types: dict[str, Tensor] = {}
+        first = 0
+        for span in batch.spans:
+            sequence, end = self._sequences.get(span.slot), first + span.length
+            if sequence is not None:
+                own[:, first:end] = sequence.positions_of(span.start, span.end)
+                for item in sequence.given.items_between(span.start, span.end):
+                    places = np.asarray(item.places, dtype=np.int64)
+                    lowest, highest = np.searchsorted(places, (span.start, span.end)).tolist()
+                    where = torch.from_numpy(places[lowest:highest] - span.start + first)
+                    parts.setdefault(item.kind, []).append((self._kept[item.digest], slice(lowest, highest), where))
+                for name, each in sequence.types.items():
+                    row = types.setdefault(name, each.new_zeros(1, len(input_ids)))
+                    row[0, first : first + len(each[span.start : span.end])] = each[span.start : span.end]
+            first = end
+        own[:, first:] = own[:, first - 1 : first]
+        if placed := [part for kind, each in parts.items() if self._is_placed[kind] for part in each]:
+            self._placing.put(placed)
+        given = {
+            kind: self._encoder.outputs(kind, each, input_ids)
+            for kind, each in parts.items()
+            if not self._is_placed[kind]
+        }
+        return StepInputs(own if num_rows > 1 else own[0], {OUTPUTS: given, **types} if given else {})
+
+    def check(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
+        """Check a prompt's items before it is queued; return them with `whole`. Of the first prompt with items of a
+        kind, one is encoded. Raises `InvalidRequestError` if the model cannot take them."""
+        try:
+            with _failing(0):
+                sequence = SequenceInputs.of(self._model, token_ids, inputs)
+                for item in inputs.items:
+                    if item.kind not in self._is_placed:
+                        self.encode({item.digest: (0, item)})
+                        self._prove(
+                            Proof(self._model, self._encoder, token_ids, sequence, item, self._kept[item.digest])
+                        )
+        except EncodingError as error:
+            raise InvalidRequestError(str(error)) from error
+        whole = [each for kind, name in self._ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
+        if (longest := max((end - start for start, end in whole), default=0)) > self._window:
+            raise InvalidRequestError(
+                f"an image has {longest} tokens, more than the attention's window, {self._window}"
+            )
+        return replace(inputs, whole=sorted(whole)) if whole else inputs
+
+    def _prove(self, proof: Proof) -> None:
+        """Find what the model does with items of this kind. Raises `ModelError` if they cannot be given to it."""
+        name, kind = type(self._model).__name__, proof.item.kind
+        is_placed = proof.allows(self._placing)
+        if not is_placed and not self._encoder.is_deep(kind):
+            raise ModelError(f"{name} does not only put {kind}s in place of their tokens' embeddings")
+        seen = proof.seen()
+        if any(seen.by_call):
+            calls = self._attention_calls()
+            if len(calls) != len(seen.by_call):
+                raise ModelError(
+                    f"{name} lets the tokens of an {kind} see each other, which needs the attention kernels"
+                )
+            for call, found in zip(calls, seen.by_call, strict=True):
+                if found is not None:
+                    torch.ops.inflight.see_items(call)
+            self._ranges[kind] = next(each for each in seen.by_call if each is not None)
+            self._window = min(self._window, seen.window or sys.maxsize)
+        self._is_placed[kind] = is_placed
+
+    def apart(self, batch: RaggedBatch) -> RaggedBatch:
+        """A batch for attention: images whose tokens see each other are spans of their own."""
+        if not self._ranges:
+            return batch
+        sequences = (self._sequences.get(span.slot) for span in batch.spans)
+        return batch.with_items([() if each is None else each.given.whole for each in sequences])
+
+    def _encode(self, item: EncoderInput, end: float) -> None:
+        """Encode an item, or go on with it until `end` (of `time.monotonic()`), and keep its rows."""
+        begun, self._begun = self._begun, None
+        with with_attention(self._model, "eager"):  # of what lies between an encoder and the language model
+            if begun is None and end == math.inf:
+                rows = self._encoder.encode(item)
+            else:
+                if begun is None:
+                    modules = [module for part in encoders(self._model) for module in part.modules()]
+                    begun = item.digest, Sliced(lambda: self._encoder.encode(item), modules)
+                rows = begun[1].resume(end)
+        if rows is None:
+            self._begun = begun
+        else:
+            self._kept[item.digest] = rows
+
+
+@contextmanager
+def _failing(sequence_id: int) -> Iterator[None]:
+    """Raise errors as `EncodingError`."""
+    try:
+        yield
+    except ModelError as error:
+        raise EncodingError(sequence_id, str(error)) from error
+    except Exception as error:  # the model's own code can raise anything
+        raise EncodingError(sequence_id, f"the model cannot encode the images: {first_line(error)}") from error

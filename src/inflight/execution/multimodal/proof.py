@@ -1,0 +1,145 @@
+"""What a model does with the tokens of an image or sound, found by its forward pass over a prompt that has one."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from inflight.contracts.api.errors import ModelError
+from inflight.contracts.step.multimodal import EncoderInput
+from inflight.execution.hf.hook import MASKED, attend_with, with_attention
+from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.multimodal.encoder import OUTPUTS, Encoder, Rows
+from inflight.execution.multimodal.placing import Placing
+from inflight.execution.multimodal.sequence_inputs import SequenceInputs
+
+NUM_AROUND = 8
+"""Tokens around an item, and rows of logits that are compared."""
+
+
+@dataclass(slots=True)
+class Seen:
+    """Which tokens of an item see each other.
+
+    Attributes:
+        ranges: the ranges of tokens that a model may take for an item, by name (`SequenceInputs.ranges`).
+        length: tokens from the item's first to its last.
+        by_call: for each attention call, whose ranges see each other; None: no tokens see any after them.
+        window: the least of attention in which they do; None: there is none.
+    """
+
+    ranges: Mapping[str, Sequence[tuple[int, int]]]
+    length: int
+    by_call: list[str | None] = field(default_factory=list)
+    window: int | None = None
+
+    def look(self, mask: Tensor | None, num_tokens: int, window: int | None) -> bool:
+        """Note the mask `[1, 1, T, T]` of the next attention call. Returns whether it is understood."""
+        found = None
+        if mask is not None and (mask[0, 0] >= 0).triu(1).any():
+            every = torch.ones(num_tokens, num_tokens, dtype=torch.bool)
+            width = window or num_tokens
+            alike = (
+                name
+                for name, ranges in self.ranges.items()
+                if torch.equal(mask[0, 0] >= 0, (every.tril() | _within(ranges, num_tokens)).triu(1 - width))
+            )
+            found = next(alike, None)
+            if found is None:
+                return False
+            if window is not None and self.length <= window < num_tokens:  # longer ones might be seen beyond the window
+                self.window = min(self.window or window, window)
+        self.by_call.append(found)
+        return True
+
+
+class Proof:
+    """Runs a model over one item of a prompt, with a few tokens around it.
+
+    Args:
+        rows: the item's.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        encoder: Encoder,
+        token_ids: Sequence[int],
+        sequence: SequenceInputs,
+        item: EncoderInput,
+        rows: Rows,
+    ) -> None:
+        self._model, self._encoder, self._sequence, self.item, self._rows = model, encoder, sequence, item, rows
+        begin, end = item.places[0], item.places[-1] + 1
+        before = max((each.places[-1] + 1 for each in sequence.given.items if each.places[-1] < begin), default=0)
+        after = min((each.places[0] for each in sequence.given.items if each.places[0] >= end), default=len(token_ids))
+        self._start, self._stop = max(before, begin - NUM_AROUND), min(end + NUM_AROUND, after)
+        self._token_ids = torch.tensor(token_ids[self._start : self._stop], device=model.device)
+        self._length = end - begin
+
+    def allows(self, placing: Placing) -> bool:
+        """Whether logits have the same bits if the rows only take the place of input embeddings."""
+        if not placing.fits(self._rows):
+            return False
+        return torch.equal(self._run(1, placing), self._run(1))
+
+    def seen(self) -> Seen:
+        """Which of the item's tokens see each other, by the model's masks for two such items. Raises `ModelError` if a
+        token sees anything after it that is not of the same item."""
+        seen = Seen(self._sequence.ranges(self.item.kind, self._start, self._stop, 2), self._length)
+        self._run(2, seen=seen)
+        return seen
+
+    @torch.inference_mode()
+    def _run(self, number: int, placing: Placing | None = None, seen: Seen | None = None) -> Tensor:
+        """The logits `[1, n, V]` for this many copies of the tokens, if possible only the last."""
+        row = self._token_ids.repeat(number)
+        where, length = torch.tensor(self.item.places) - self._start, len(self._token_ids)
+        parts = [(self._rows, slice(None), where + copy * length) for copy in range(number)]
+        parameters = forward_parameters(self._model)
+        options: dict[str, Any] = {}
+        if seen is None and "logits_to_keep" in parameters:  # Gemma 4 masks only rows whose logits it keeps
+            options["logits_to_keep"] = NUM_AROUND
+        positions = self._sequence.positions[:, self._start : self._stop].repeat(1, number)
+        positions = torch.arange(len(row))[None] if len(positions) == 1 else positions[:, None]
+        encoding: AbstractContextManager[None] = nullcontext()
+        if placing is not None:
+            placing.put(parts)
+        else:
+            for name, types in self._sequence.types.items():
+                options[name] = types[None, self._start : self._stop].repeat(1, number)
+            outputs = self._encoder.outputs(self.item.kind, parts, row)
+            if self._encoder.takes_outputs(self.item.kind):
+                options[OUTPUTS] = {self.item.kind: outputs}
+            else:
+                options |= self._encoder.arguments(self.item, parameters)
+                encoding = self._encoder.answering(self.item.kind, outputs)
+
+        def attend(
+            module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]
+        ) -> Tensor:
+            is_seen = mask is not None or getattr(module, "is_causal", True)
+            if seen is not None and not (is_seen and seen.look(mask, len(row), kwargs.get("sliding_window"))):
+                name = type(self._model).__name__
+                raise ModelError(f"{name} lets tokens see others after them that are not of the same {self.item.kind}")
+            attended = scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=kwargs.get("scaling"), enable_gqa=True
+            )
+            return attended.transpose(1, 2)
+
+        with with_attention(self._model, MASKED), attend_with(attend), encoding:
+            logits: Tensor = self._model(input_ids=row[None], position_ids=positions, use_cache=False, **options).logits
+        return logits
+
+
+def _within(ranges: Sequence[tuple[int, int]], length: int) -> Tensor:
+    """Which tokens see each other, `[length, length]` bool, if those of each range do."""
+    number = torch.full((length,), -1)
+    for index, (start, end) in enumerate(ranges):
+        number[start:end] = index
+    return (number[:, None] == number) & (number >= 0)

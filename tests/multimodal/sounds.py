@@ -9,9 +9,11 @@ import numpy as np
 import soundfile
 import transformers
 from numpy.typing import NDArray
-from transformers import PreTrainedTokenizerFast, ProcessorMixin
+from transformers import PreTrainedModel, PreTrainedTokenizerFast, ProcessorMixin
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
+from inflight.census.sensitive import sensitive_model
+from inflight.census.tiny_configs import model_class, tiny_config
 from inflight.text.processor import Processor
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -45,6 +47,17 @@ def sound_processor(name: str) -> ProcessorMixin:
 def config(processor: ProcessorMixin) -> Any:
     """What of a model's configuration names the placeholder."""
     return SimpleNamespace(audio_token_id=processor.tokenizer.convert_tokens_to_ids(AUDIO_TOKEN))
+
+
+@cache
+def with_sounds() -> tuple[PreTrainedModel, ProcessorMixin]:
+    """A tiny GLM-ASR, and its processor."""
+    processor, tiny = sound_processor("GlmAsr"), tiny_config("glmasr")
+    tiny.audio_token_id = config(processor).audio_token_id
+    tiny.text_config.vocab_size = len(processor.tokenizer)
+    tiny.audio_config.num_mel_bins = processor.feature_extractor.feature_size
+    tiny.audio_config.max_position_embeddings = 1500
+    return sensitive_model(model_class("glmasr"), tiny)[0], processor
 
 
 def reader(name: str) -> Processor:

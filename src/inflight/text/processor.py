@@ -122,6 +122,8 @@ class Processor:
         known = () if ask is None else inspect.signature(ask).parameters
         if ask is None or "tokenize" not in known:
             return None
+        if language is not None and "language" not in known:
+            raise InvalidRequestError("a language is given, but the model's processor takes none")
         given = {"prompt": prompt, "language": language}
         try:
             texts = ask("", tokenize=False, **{name: each for name, each in given.items() if each is not None})

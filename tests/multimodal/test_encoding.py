@@ -36,7 +36,7 @@ class Engine:
         images = runner.encoder_outputs
         assert images is not None
         self.images = images
-        run, encode, keep = runner.run, runner.encode, images._encoder.encode
+        run, encode, keep = runner.run, runner.encode, encoder_outputs.encode
 
         def running(plan: StepPlan, masks: Any) -> Any:
             self.plans += [plan] if plan.spans else []
@@ -46,13 +46,13 @@ class Engine:
             self.num_calls += 1
             encode(*args)
 
-        def keeping(item: Any) -> Any:
+        def keeping(model: Any, item: Any) -> Any:
             self.encoded.append(item.digest)
-            return keep(item)
+            return keep(model, item)
 
         monkeypatch.setattr(runner, "run", running)
         monkeypatch.setattr(runner, "encode", encoding)
-        monkeypatch.setattr(images._encoder, "encode", keeping)
+        monkeypatch.setattr(encoder_outputs, "encode", keeping)
 
     def outputs(self, *prompts: tuple[str, list[int]]) -> list[Any]:
         self.encoded.clear()

@@ -2,7 +2,7 @@
 sequences."""
 
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Protocol
@@ -183,14 +183,12 @@ class PackedExecutor:
         if batch.input_ids.is_cpu:
             number = self.min_rows
             rows = _at_least(number, rows[0]), _at_least(number, rows[1]), _at_least(number, rows[2])
-        options: Mapping[str, Any] = {}
         if images is not None:
-            given = images.of(batch, rows[0], rows[1])
-            rows, options = (rows[0], given.positions, rows[2]), given.options
+            rows = rows[0], images.positions(batch, rows[1]), rows[2]
         if self.adapters is None:
-            return self._run(batch, *rows, options)
+            return self._run(batch, *rows)
         with self.adapters.in_step(batch, len(rows[0]), len(rows[2])):
-            return self._run(batch, *rows, options)
+            return self._run(batch, *rows)
 
     def _run(
         self,
@@ -198,24 +196,21 @@ class PackedExecutor:
         input_ids: torch.Tensor,
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
-        options: Mapping[str, Any],
     ) -> list[torch.Tensor]:
         """A step's outputs, without padding rows; see `outputs`.
 
         Args:
             input_ids: `[n]` int64, padded; n is at least T.
             positions: `[n]` int64, or `[k, n]` for positions in k dimensions.
-            options: further arguments of the model. With any, or with more dimensions than in the graph, it runs
-                eagerly.
             logit_rows: `[n]` int64, padded; n is at least R.
         """
         rows = input_ids, positions, logit_rows
-        if self._compiled is not None and not options and positions.numel() == self._num_dimensions * len(input_ids):
+        if self._compiled is not None:
             return _without_padding(batch, self._compiled(input_ids, positions.view(-1), logit_rows))
         limit = self._longrope_length
         embeddings = nullcontext() if limit is None else length_of_its_own(self.model, batch, len(rows[0]), limit)
         with embeddings:
-            return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens, **options))
+            return _without_padding(batch, self._run_eagerly(*rows, batch.num_tokens))
 
     def _run_eagerly(
         self,
@@ -223,7 +218,6 @@ class PackedExecutor:
         positions: torch.Tensor,
         logit_rows: torch.Tensor,
         num_tokens: int,
-        **options: Any,
     ) -> list[torch.Tensor]:
         """Run rows, of which `num_tokens` are tokens, through the model's own Python. Arguments as for `_run`; returns
         logits `[n, V]` and, if they are kept, states `[n, hidden]`, in the model's dtype, with padding rows. Raises
@@ -233,7 +227,7 @@ class PackedExecutor:
         kept = nullcontext() if self._kept is None else put_last_states(self.model, states)
         mixed = nullcontext() if self.mixing is None else run_mixers(self.mixing)
         with attend_with(self._attend), kept, mixed:
-            logits: torch.Tensor = self._forward(input_ids, positions, logit_rows, **options)
+            logits: torch.Tensor = self._forward(input_ids, positions, logit_rows)
         if self._num_calls != len(self._calls):
             raise RuntimeError(f"the model made {self._num_calls} attention calls, not {len(self._calls)} as at load")
         if len(logits) != len(logit_rows):
@@ -327,9 +321,8 @@ def plain_forward(model: PreTrainedModel) -> Callable[..., torch.Tensor]:
     takes_logit_rows, takes_positions = "logits_to_keep" in parameters, "position_ids" in parameters
     hook_positions(model)
 
-    def forward(
-        input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor, **options: Any
-    ) -> torch.Tensor:
+    def forward(input_ids: torch.Tensor, positions: torch.Tensor, logit_rows: torch.Tensor) -> torch.Tensor:
+        options: dict[str, Any] = {}
         if takes_logit_rows:
             options["logits_to_keep"] = logit_rows
         if takes_positions:

@@ -81,7 +81,7 @@ def _describe_operators() -> None:
     def attend(query: torch.Tensor, sinks: torch.Tensor | None, call: int, value_head_size: int) -> torch.Tensor:
         return query.new_empty(query.shape[0], query.shape[1], value_head_size)
 
-    def place_rows(embeddings: torch.Tensor, placing: int) -> None:
+    def place_rows(states: torch.Tensor, placing: int) -> None:
         return None
 
     def convolve(

@@ -118,14 +118,6 @@ void add_row(const std::vector<LowRank>& matrices, const Value* x, int64_t size,
   }
 }
 
-// Calls `run` with a value of the dtype of a tensor, float32 or bfloat16.
-template <class Run>
-void with_dtype(const Tensor& tensor, const Run& run) {
-  if (tensor.scalar_type() == kFloat) return run(float());
-  CHECK(tensor.scalar_type() == kBFloat16, "adapters cannot be ", tensor.scalar_type());
-  run(bfloat16());
-}
-
 void check(const LowRank& matrices) {
   const auto dtype = matrices.up.scalar_type();
   const int64_t pack = dtype == kFloat ? 1 : 2;

@@ -31,4 +31,12 @@ inline void check_rows(const Tensor& rows, const char* name) {
               " must be float32 or bfloat16");
 }
 
+// Calls `run` with a value of the dtype of a tensor, float32 or bfloat16.
+template <class Run>
+void with_dtype(const Tensor& tensor, const Run& run) {
+  if (tensor.scalar_type() == kFloat) return run(float());
+  CHECK(tensor.scalar_type() == kBFloat16, "rows cannot be ", tensor.scalar_type());
+  run(bfloat16());
+}
+
 }  // namespace inflight

@@ -95,10 +95,10 @@ Registry<Current<PlacedRows>> placings;
 
 int64_t new_placing() { return placings.add(std::make_shared<Current<PlacedRows>>()); }
 void delete_placing(int64_t placing) { placings.remove(placing); }
-void put_rows(int64_t placing, const Tensor& rows, const Tensor& places) {
-  inflight::put_rows(*placings.get(placing), rows, places);
+void put_rows(int64_t placing, const Tensor& rows, const Tensor& places, bool adds) {
+  inflight::put_rows(*placings.get(placing), {rows, places, adds});
 }
-void place_rows(const Tensor& embeddings, int64_t placing) { inflight::place_rows(embeddings, *placings.get(placing)); }
+void place_rows(const Tensor& states, int64_t placing) { inflight::place_rows(states, *placings.get(placing)); }
 
 Registry<Current<MixerStep>> mixer_steps;
 Registry<Mixer> mixers;
@@ -352,8 +352,8 @@ const InflightOperator operators[] = {
     on_cpu<attend>("attend(Tensor query, Tensor? sinks, int call, int value_head_size) -> Tensor"),
     anywhere<new_placing>("new_placing() -> int"),
     anywhere<delete_placing>("delete_placing(int placing) -> ()"),
-    anywhere<put_rows>("put_rows(int placing, Tensor rows, Tensor places) -> ()"),
-    on_cpu<place_rows>("place_rows(Tensor(a!) embeddings, int placing) -> ()"),
+    anywhere<put_rows>("put_rows(int placing, Tensor rows, Tensor places, bool adds) -> ()"),
+    on_cpu<place_rows>("place_rows(Tensor(a!) states, int placing) -> ()"),
     anywhere<new_mixer_step>("new_mixer_step() -> int"),
     anywhere<delete_mixer_step>("delete_mixer_step(int step) -> ()"),
     anywhere<begin_mixing>("begin_mixing(int step, Tensor spans) -> ()"),

@@ -1,4 +1,4 @@
-// Encoder outputs in place of a step's input embeddings.
+// Encoder outputs in place of a step's input embeddings, or added to hidden states (DeepStack).
 #pragma once
 
 #include <memory>
@@ -8,15 +8,16 @@
 
 namespace inflight {
 
-// `[n, hidden]`, and `[n]` int64: the embeddings that they replace.
+// `[n, hidden]`, and `[n]` int64: the rows that they replace, or are added to.
 struct PlacedRows {
   Tensor rows, places;
+  bool adds = false;
 };
 
 // The rows of the next `place_rows`; undefined: none.
-void put_rows(Current<PlacedRows>& placing, const Tensor& rows, const Tensor& places);
+void put_rows(Current<PlacedRows>& placing, const PlacedRows& placed);
 
-// Writes these rows into `[T, hidden]` of their dtype, once.
-void place_rows(const Tensor& embeddings, Current<PlacedRows>& placing);
+// Writes these rows into `states`, `[T, hidden]` of their dtype, once.
+void place_rows(const Tensor& states, Current<PlacedRows>& placing);
 
 }  // namespace inflight

@@ -1,9 +1,8 @@
-"""`Encoder`: runs a model's image and sound encoders, one item at a time."""
+"""Runs a model's image and sound encoders, one item at a time."""
 
 import inspect
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -13,120 +12,94 @@ from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import EncoderInput, placeholder_id
-from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.multimodal.sequence_inputs import as_tensor
 
-OF_ITEMS = ("pooler_output", "last_hidden_state", "hidden_states", "attentions")
 DEEP = "deepstack_features"
-"""Fields of an encoder's output with a row for each placeholder, or internal to it."""
+"""The field of an encoder's output with rows for each of a few layers."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
 KINDS = ("image", "audio")
 
-
-@dataclass(frozen=True, slots=True)
-class Rows:
-    """An item's encoder output: a row `[hidden]` for each placeholder, and in some models one for each of a few layers
-    (DeepStack; None: the model has no such output).
-
-    Attributes:
-        kind: the class of the model's output.
-        is_list: whether the model gives a list of one tensor for each item.
-        others: further tensors of the output, which do not depend on the item.
-    """
-
-    pooled: Tensor
-    deep: tuple[Tensor, ...] | None
-    kind: type[ModelOutput]
-    is_list: bool
-    others: Mapping[str, Any]
-
-    @property
-    def num_bytes(self) -> int:
-        """Of its memory."""
-        return sum(each.nbytes for each in (self.pooled, *(self.deep or ())))
-
-
+Rows: TypeAlias = Mapping[int, Tensor]
+"""An item's encoder output: rows `[n, hidden]`, one for each placeholder, by layer: 0 in place of the input embeddings,
+k to be added to the k-th layer's output (DeepStack)."""
 Part: TypeAlias = tuple[Rows, slice, Tensor]
 """An item's rows, which of them, and at which tokens of a step, `[n]` int64."""
 
 
-class Encoder:
-    """The encoders of a model, which is exclusively ours."""
+@torch.inference_mode()
+def encode(model: PreTrainedModel, item: EncoderInput) -> ModelOutput:
+    """The output of a model's encoder for an item. The model is exclusively ours. Raises what the encoder does."""
+    for weight in (each for part in encoders(model) for each in part.state_dict(keep_vars=True).values()):
+        # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
+        weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
+    features = getattr(model.base_model, f"get_{item.kind}_features")
+    output: ModelOutput = features(**arguments(model, item, inspect.signature(features).parameters), return_dict=True)
+    return output
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self._model = model
-        self._like: dict[str, Rows] = {}  # by kind, without rows: what is the same for all items
 
-    def takes_outputs(self, kind: str) -> bool:
-        """Whether the model takes outputs of this kind as `mm_encoder_outputs`."""
-        return kind == "image" and OUTPUTS in forward_parameters(self._model)
+def arguments(model: PreTrainedModel, item: EncoderInput, names: Collection[str]) -> dict[str, Tensor]:
+    """The arguments with these names that an item gives to a function of the model."""
+    given = {name: as_tensor(each) for name, each in item.arrays.items() if name in names}
+    return {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
 
-    @torch.inference_mode()
-    def encode(self, item: EncoderInput) -> Rows:
-        """An item's rows. Raises `ModelError` if they are not as many as its placeholders, and what the model does."""
-        for weight in (each for part in encoders(self._model) for each in part.state_dict(keep_vars=True).values()):
-            # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
-            weight.data = weight.data.to(self._model.dtype if weight.is_floating_point() else weight.dtype)
-        encode = getattr(self._model.base_model, f"get_{item.kind}_features")
-        output = encode(**self.arguments(item, inspect.signature(encode).parameters), return_dict=True)
-        pooled, deep = output.get("pooler_output", output.get("last_hidden_state")), getattr(output, DEEP, None)
-        others = {name: each for name, each in output.items() if name not in (*OF_ITEMS, DEEP)}
-        layers = None if deep is None else tuple(map(_flat, deep))
-        rows = Rows(_flat(pooled), layers, type(output), not isinstance(pooled, Tensor), others)
-        if len(rows.pooled) != len(item.places):
-            raise ModelError(
-                f"an {item.kind} has {len(item.places)} placeholders, but {len(rows.pooled)} encoder outputs"
-            )
-        if item.kind not in self._like:
-            deep = None if rows.deep is None else tuple(each[:0].clone() for each in rows.deep)
-            self._like[item.kind] = replace(rows, pooled=rows.pooled[:0].clone(), deep=deep)
-        return rows
 
-    def arguments(self, item: EncoderInput, names: Collection[str]) -> dict[str, Tensor]:
-        """The arguments with these names that an item gives to a function of the model."""
-        given = {name: as_tensor(each) for name, each in item.arrays.items() if name in names}
-        return {name: each.to(self._model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+@contextmanager
+def answering(model: PreTrainedModel, kind: str, output: ModelOutput) -> Iterator[None]:
+    """A context in which the model, asked to encode, returns this output."""
+    name = f"get_{kind}_features"
+    setattr(model.base_model, name, lambda *_, **__: output)
+    try:
+        yield
+    finally:
+        delattr(model.base_model, name)
 
-    def is_deep(self, kind: str) -> bool:
-        """Whether the model adds encoder outputs to the hidden states of further layers, too (DeepStack)."""
-        return self._like[kind].deep is not None
 
-    def outputs(self, kind: str, parts: Sequence[Part], input_ids: Tensor) -> ModelOutput:
-        """The model's encoder output for the placeholders of one step, `input_ids` `[T]` int64. Those without an item,
-        which a text may have, too, keep their own embedding."""
-        like = self._like[kind]
-        token_id = placeholder_id(self._model.config, kind)
-        assert token_id is not None
-        places = torch.eq(input_ids, token_id).nonzero()[:, 0]
-        pooled = self._model.get_input_embeddings()(input_ids[places]).to(like.pooled.dtype)
-        deep = [each.new_zeros(len(places), each.shape[1]) for each in like.deep or ()]
-        for rows, which, where in parts:
-            index = torch.searchsorted(places, where)
-            pooled[index] = rows.pooled[which]
-            for target, source in zip(deep, rows.deep or (), strict=True):
-                target[index] = source[which]
-        contained = (lambda rows: [rows]) if like.is_list else (lambda rows: rows[None])
-        given: dict[str, Any] = dict.fromkeys(("last_hidden_state", "pooler_output"), contained(pooled))
-        if like.deep is not None:
-            given[DEEP] = [contained(each) for each in deep]
-        return like.kind(**given, **like.others)
+def rows_of(output: ModelOutput, item: EncoderInput) -> Rows:
+    """The rows in an encoder's output. Raises `ModelError` if they are not as many as the item's placeholders."""
+    rows = {}
+    if (pooled := output.get("pooler_output", output.get("last_hidden_state"))) is not None:
+        rows[0] = _flat(pooled)
+    for number, each in enumerate(output.get(DEEP) or (), start=1):
+        layer, features = each if isinstance(each[0], int) else (number, each)  # Granite Vision names the layer
+        rows[layer] = _flat(features)
+    rows.setdefault(0, torch.zeros_like(next(iter(rows.values()))))
+    if (number := len(rows[0])) != len(item.places):
+        raise ModelError(f"an {item.kind} has {len(item.places)} placeholders, but {number} encoder outputs")
+    return rows
 
-    @contextmanager
-    def answering(self, kind: str, outputs: ModelOutput) -> Iterator[None]:
-        """A context in which the model, asked to encode, returns these outputs."""
-        name = f"get_{kind}_features"
-        setattr(self._model.base_model, name, lambda *_, **__: outputs)
-        try:
-            yield
-        finally:
-            delattr(self._model.base_model, name)
+
+def num_deep_layers(model: PreTrainedModel) -> int:
+    """The number of first layers whose outputs encoder outputs are added to."""
+    config = model.config
+    vision = getattr(config, "vision_config", None)
+    indexes = [getattr(each, "deepstack_visual_indexes", None) or () for each in (config, vision)]
+    layers: list[int] = [layer for _, layer in getattr(config, "deepstack_layer_map", None) or ()]
+    layers += getattr(config, "spatial_target_layers", None) or ()
+    return max(*map(len, indexes), *layers)
 
 
 def _flat(features: Any) -> Tensor:
     """Features as rows `[n, hidden]`."""
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
+
+
+def repeated(output: ModelOutput, number: int) -> ModelOutput:
+    """An encoder's output for an item, as for this many equal items."""
+
+    def again(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return torch.cat([value] * number)
+        return [*value] * number
+
+    given = dict(output)
+    for name in ("pooler_output", "last_hidden_state"):
+        if given.get(name) is not None:
+            given[name] = again(given[name])
+    if given.get(DEEP) is not None:
+        given[DEEP] = [(each[0], again(each[1])) if isinstance(each[0], int) else again(each) for each in given[DEEP]]
+    return type(output)(**given)
 
 
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:

@@ -5,8 +5,7 @@ Items are encoded between steps, those first that the scheduler wants (`Schedule
 while others decode. So the items of cached blocks are not encoded, and the outputs of a long queue take no memory.
 
 A step gets the rows of its own placeholders, whatever sequences they belong to, in place of their input embeddings.
-Models that take more than these (DeepStack) get them as `mm_encoder_outputs`, for each placeholder of the step. Each
-item is encoded alone, so its bits depend on no other.
+Each item is encoded alone, so its bits depend on no other.
 """
 
 import math
@@ -15,8 +14,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -29,7 +27,7 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
-from inflight.execution.multimodal.encoder import OUTPUTS, Encoder, Part, Rows
+from inflight.execution.multimodal.encoder import Part, Rows, encode, rows_of
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.proof import Proof
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
@@ -38,6 +36,8 @@ from inflight.execution.ragged_batch import RaggedBatch
 
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later steps."""
+BETWEEN = "eager"
+"""The attention implementation of what lies between an encoder and the language model."""
 
 
 class EncodingError(ModelError):
@@ -48,19 +48,6 @@ class EncodingError(ModelError):
         self.sequence_id = sequence_id
 
 
-@dataclass(frozen=True, slots=True)
-class StepInputs:
-    """What a step's forward pass needs besides its tokens.
-
-    Attributes:
-        positions: `[n]` int64, or `[k, n]` in k dimensions.
-        options: arguments of models with DeepStack.
-    """
-
-    positions: Tensor
-    options: Mapping[str, Any]
-
-
 class EncoderOutputs:
     """The encoder outputs of one model's running sequences.
 
@@ -69,26 +56,21 @@ class EncoderOutputs:
         attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
 
     Attributes:
-        num_dimensions: the dimensions k of every step's positions; further ones need arguments of their own.
+        num_dimensions: the dimensions k of positions.
+        placing: puts rows into a forward pass.
     """
 
     def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
         self._model = model
-        self._encoder = Encoder(model)
-        self._placing = Placing(model)
+        self.placing = Placing(model)
         self._attention_calls = attention_calls
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
-        self._is_placed: dict[str, bool] = {}  # by kind, if it is proved: whether its rows are placed
+        self._proved: set[str] = set()  # kinds
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
-
-    @property
-    def handle(self) -> int | None:
-        """The kernels' handle for placing rows; None: none are placed."""
-        return self._placing.handle
 
     def take(self, plan: StepPlan) -> None:
         """Track releases and assignments of slots; encode what is missing nevertheless. Raises `EncodingError`."""
@@ -140,22 +122,18 @@ class EncoderOutputs:
     def _make_room(self, wanted: Container[bytes]) -> None:
         """Drop the oldest outputs that are not wanted, if there are too many."""
         others = [digest for digest in self._kept if digest not in wanted]
-        while others and sum(each.num_bytes for each in self._kept.values()) > MAX_BYTES:
+        while others and sum(each.nbytes for rows in self._kept.values() for each in rows.values()) > MAX_BYTES:
             del self._kept[others.pop(0)]
 
-    def of(self, batch: RaggedBatch, input_ids: Tensor, positions: Tensor) -> StepInputs:
-        """What this step needs. Rows that are placed go into the next forward pass.
+    def positions(self, batch: RaggedBatch, positions: Tensor) -> Tensor:
+        """A step's positions, `[n]` int64, or `[k, n]` in k dimensions. The rows of its placeholders go into the next
+        forward pass.
 
         Args:
-            input_ids, positions: of the row, with padding, `[n]` int64.
+            positions: of the row, with padding, `[n]` int64, as without images and sounds.
         """
-        in_step = [self._sequences[span.slot] for span in batch.spans if span.slot in self._sequences]
-        num_rows = max([self.num_dimensions, *(len(each.positions) for each in in_step)])
-        if not in_step:
-            return StepInputs(positions if num_rows == 1 else positions.repeat(num_rows, 1), {})
-        own = positions.repeat(num_rows, 1)
-        parts: dict[str, list[Part]] = {}
-        types: dict[str, Tensor] = {}
+        own = positions.repeat(self.num_dimensions, 1)
+        parts: list[Part] = []
         first = 0
         for span in batch.spans:
             sequence, end = self._sequences.get(span.slot), first + span.length
@@ -165,20 +143,12 @@ class EncoderOutputs:
                     places = np.asarray(item.places, dtype=np.int64)
                     lowest, highest = np.searchsorted(places, (span.start, span.end)).tolist()
                     where = torch.from_numpy(places[lowest:highest] - span.start + first)
-                    parts.setdefault(item.kind, []).append((self._kept[item.digest], slice(lowest, highest), where))
-                for name, each in sequence.types.items():
-                    row = types.setdefault(name, each.new_zeros(1, len(input_ids)))
-                    row[0, first : first + len(each[span.start : span.end])] = each[span.start : span.end]
+                    parts.append((self._kept[item.digest], slice(lowest, highest), where))
             first = end
-        own[:, first:] = own[:, first - 1 : first]
-        if placed := [part for kind, each in parts.items() if self._is_placed[kind] for part in each]:
-            self._placing.put(placed)
-        given = {
-            kind: self._encoder.outputs(kind, each, input_ids)
-            for kind, each in parts.items()
-            if not self._is_placed[kind]
-        }
-        return StepInputs(own if num_rows > 1 else own[0], {OUTPUTS: given, **types} if given else {})
+        if first:
+            own[:, first:] = own[:, first - 1 : first]
+        self.placing.put(parts)
+        return own if self.num_dimensions > 1 else own[0]
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
         """Check a prompt's items before it is queued; return them with `whole`. Of the first prompt with items of a
@@ -187,11 +157,11 @@ class EncoderOutputs:
             with _failing(0):
                 sequence = SequenceInputs.of(self._model, token_ids, inputs)
                 for item in inputs.items:
-                    if item.kind not in self._is_placed:
-                        self.encode({item.digest: (0, item)})
-                        self._prove(
-                            Proof(self._model, self._encoder, token_ids, sequence, item, self._kept[item.digest])
-                        )
+                    if item.kind not in self._proved:
+                        with with_attention(self._model, BETWEEN):
+                            output = encode(self._model, item)
+                        self._kept[item.digest] = rows_of(output, item)
+                        self._prove(Proof(self._model, token_ids, sequence, item, output))
         except EncodingError as error:
             raise InvalidRequestError(str(error)) from error
         whole = [each for kind, name in self._ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
@@ -204,9 +174,8 @@ class EncoderOutputs:
     def _prove(self, proof: Proof) -> None:
         """Find what the model does with items of this kind. Raises `ModelError` if they cannot be given to it."""
         name, kind = type(self._model).__name__, proof.item.kind
-        is_placed = proof.allows(self._placing)
-        if not is_placed and not self._encoder.is_deep(kind):
-            raise ModelError(f"{name} does not only put {kind}s in place of their tokens' embeddings")
+        if not proof.allows(self.placing):
+            raise ModelError(f"{name} does more with an {kind} than to replace its tokens' embeddings")
         seen = proof.seen()
         if any(seen.by_call):
             calls = self._attention_calls()
@@ -219,7 +188,7 @@ class EncoderOutputs:
                     torch.ops.inflight.see_items(call)
             self._ranges[kind] = next(each for each in seen.by_call if each is not None)
             self._window = min(self._window, seen.window or sys.maxsize)
-        self._is_placed[kind] = is_placed
+        self._proved.add(kind)
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
@@ -231,18 +200,18 @@ class EncoderOutputs:
     def _encode(self, item: EncoderInput, end: float) -> None:
         """Encode an item, or go on with it until `end` (of `time.monotonic()`), and keep its rows."""
         begun, self._begun = self._begun, None
-        with with_attention(self._model, "eager"):  # of what lies between an encoder and the language model
+        with with_attention(self._model, BETWEEN):
             if begun is None and end == math.inf:
-                rows = self._encoder.encode(item)
+                output = encode(self._model, item)
             else:
                 if begun is None:
                     modules = [module for part in encoders(self._model) for module in part.modules()]
-                    begun = item.digest, Sliced(lambda: self._encoder.encode(item), modules)
-                rows = begun[1].resume(end)
-        if rows is None:
+                    begun = item.digest, Sliced(lambda: encode(self._model, item), modules)
+                output = begun[1].resume(end)
+        if output is None:
             self._begun = begun
         else:
-            self._kept[item.digest] = rows
+            self._kept[item.digest] = rows_of(output, item)
 
 
 @contextmanager

@@ -1,63 +1,74 @@
-"""`Placing`: puts encoder outputs in place of input embeddings: on a CPU in the kernels, so that a graph has it."""
+"""`Placing`: puts encoder outputs in place of input embeddings, and adds them to hidden states (DeepStack); on a CPU in
+the kernels, so that a graph has it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from inflight.execution.kernels import delete_with, kernels_available
-from inflight.execution.multimodal.encoder import Part, Rows
+from inflight.execution.multimodal.encoder import Part, Rows, num_deep_layers
 
 
-class _PlacedEmbedding(nn.Module):
-    """An embedding whose next rows can be replaced."""
+class _Placed(nn.Module):
+    """A module whose next output changes in some rows."""
 
     placing: "Placing"
+    layer: int
 
-    def forward(self, input: Tensor) -> Tensor:
-        """Token ids `[…]` int64 to `[…, hidden]`."""
-        rows: Tensor = super().forward(input)
-        self.placing.place(rows.view(-1, rows.shape[-1]))
-        return rows
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """As the module, with these rows."""
+        output = super().forward(*args, **kwargs)
+        states = output if isinstance(output, Tensor) else output[0]
+        self.placing.place(states.view(-1, states.shape[-1]), self.layer)
+        return output
 
 
 class Placing:
-    """Turns the input embedding of `model`, which is exclusively ours, into one whose rows can be replaced.
+    """Hooks the input embedding and the first layers of `model`, which is exclusively ours.
 
     Attributes:
-        handle: the kernels'; None: they do not place rows.
+        handles: the kernels', by layer: 0 for the embedding, k for the k-th layer's output; empty: without kernels.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self._dtype, self._hidden_size = model.dtype, model.get_input_embeddings().weight.shape[1]
-        self._next: tuple[Tensor, Tensor] | None = None
-        embedding = model.get_input_embeddings()
-        kind = type(embedding)
-        embedding.__class__ = type(f"Placed{kind.__name__}", (_PlacedEmbedding, kind), {})
-        embedding.placing = self
+        self._next: dict[int, tuple[Tensor, Tensor]] = {}  # rows and places, by layer
+        self.handles: list[int] = []
+        self._num_deep = number = num_deep_layers(model)
+        modules = [model.get_input_embeddings(), *(model.get_decoder().layers[:number] if number else ())]
+        self._nothing = torch.empty(0, modules[0].weight.shape[1], dtype=model.dtype), torch.empty(0, dtype=torch.int64)
         has_kernel = model.device.type == "cpu" and kernels_available() and model.dtype != torch.float16
-        self.handle: int | None = torch.ops.inflight.new_placing() if has_kernel else None
-        if self.handle is not None:
-            delete_with(self, torch.ops.inflight.delete_placing, self.handle)
-
-    def fits(self, rows: Rows) -> bool:
-        """Whether an item's rows are nothing but embeddings."""
-        return rows.deep is None and rows.pooled.shape[1] == self._hidden_size
+        for layer, module in enumerate(modules):
+            kind = type(module)
+            module.__class__ = type(f"Placed{kind.__name__}", (_Placed, kind), {})
+            module.placing, module.layer = self, layer
+            if has_kernel:
+                self.handles.append(torch.ops.inflight.new_placing())
+                delete_with(self, torch.ops.inflight.delete_placing, self.handles[-1])
 
     def put(self, parts: Sequence[Part]) -> None:
-        """Replace embeddings of the next forward pass."""
-        rows = torch.cat([rows.pooled[which] for rows, which, _ in parts]).to(self._dtype)
-        places = torch.cat([where for _, _, where in parts])
-        if self.handle is None:
-            self._next = rows, places
-        else:
-            torch.ops.inflight.put_rows(self.handle, rows, places)
+        """Change the states of the next forward pass. Only rows that `fits` allows."""
+        before, self._next = self._next, {}
+        for layer in {layer for rows, _, _ in parts for layer in rows}:
+            rows = torch.cat([rows[layer][which] for rows, which, _ in parts])
+            self._next[layer] = rows.to(self._nothing[0].dtype), torch.cat([where for _, _, where in parts])
+        if self.handles:
+            for layer in self._next | before:
+                given = self._next.get(layer, self._nothing)
+                torch.ops.inflight.put_rows(self.handles[layer], *given, layer > 0)
 
-    def place(self, embeddings: Tensor) -> None:
-        """Replace rows of `[T, hidden]`, if there are any to replace."""
-        if self.handle is not None:
-            torch.ops.inflight.place_rows(embeddings, self.handle)
-        elif self._next is not None:
-            (rows, places), self._next = self._next, None
-            embeddings[places.to(embeddings.device)] = rows
+    def fits(self, rows: Rows) -> bool:
+        """Whether there is a hook for each of an item's rows."""
+        sizes = {each.shape[1] for each in rows.values()}
+        return sizes == {self._nothing[0].shape[1]} and max(rows) <= self._num_deep
+
+    def place(self, states: Tensor, layer: int) -> None:
+        """Change the output `[T, hidden]` of a layer."""
+        if self.handles:
+            torch.ops.inflight.place_rows(states, self.handles[layer])
+        elif layer in self._next:
+            rows, places = self._next.pop(layer)
+            places = places.to(states.device)
+            states[places] = rows if layer == 0 else states[places] + rows

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import EncoderInput
 from inflight.execution.hf.hook import MASKED, attend_with, with_attention
 from inflight.execution.hf.model_call import forward_parameters
-from inflight.execution.multimodal.encoder import OUTPUTS, Encoder, Rows
+from inflight.execution.multimodal.encoder import OUTPUTS, answering, arguments, repeated, rows_of
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs
 
@@ -62,19 +63,18 @@ class Proof:
     """Runs a model over one item of a prompt, with a few tokens around it.
 
     Args:
-        rows: the item's.
+        output: of the encoder, for the item.
     """
 
     def __init__(
         self,
         model: PreTrainedModel,
-        encoder: Encoder,
         token_ids: Sequence[int],
         sequence: SequenceInputs,
         item: EncoderInput,
-        rows: Rows,
+        output: ModelOutput,
     ) -> None:
-        self._model, self._encoder, self._sequence, self.item, self._rows = model, encoder, sequence, item, rows
+        self._model, self._sequence, self.item, self._output = model, sequence, item, output
         begin, end = item.places[0], item.places[-1] + 1
         before = max((each.places[-1] + 1 for each in sequence.given.items if each.places[-1] < begin), default=0)
         after = min((each.places[0] for each in sequence.given.items if each.places[0] >= end), default=len(token_ids))
@@ -83,10 +83,8 @@ class Proof:
         self._length = end - begin
 
     def allows(self, placing: Placing) -> bool:
-        """Whether logits have the same bits if the rows only take the place of input embeddings."""
-        if not placing.fits(self._rows):
-            return False
-        return torch.equal(self._run(1, placing), self._run(1))
+        """Whether logits have the same bits with rows that are placed."""
+        return placing.fits(rows_of(self._output, self.item)) and torch.equal(self._run(1, placing), self._run(1))
 
     def seen(self) -> Seen:
         """Which of the item's tokens see each other, by the model's masks for two such items. Raises `ModelError` if a
@@ -99,8 +97,6 @@ class Proof:
     def _run(self, number: int, placing: Placing | None = None, seen: Seen | None = None) -> Tensor:
         """The logits `[1, n, V]` for this many copies of the tokens, if possible only the last."""
         row = self._token_ids.repeat(number)
-        where, length = torch.tensor(self.item.places) - self._start, len(self._token_ids)
-        parts = [(self._rows, slice(None), where + copy * length) for copy in range(number)]
         parameters = forward_parameters(self._model)
         options: dict[str, Any] = {}
         if seen is None and "logits_to_keep" in parameters:  # Gemma 4 masks only rows whose logits it keeps
@@ -109,16 +105,17 @@ class Proof:
         positions = torch.arange(len(row))[None] if len(positions) == 1 else positions[:, None]
         encoding: AbstractContextManager[None] = nullcontext()
         if placing is not None:
-            placing.put(parts)
+            where = torch.tensor(self.item.places) - self._start
+            placing.put([(rows_of(self._output, self.item), slice(None), where)])
         else:
             for name, types in self._sequence.types.items():
                 options[name] = types[None, self._start : self._stop].repeat(1, number)
-            outputs = self._encoder.outputs(self.item.kind, parts, row)
-            if self._encoder.takes_outputs(self.item.kind):
+            outputs = repeated(self._output, number)
+            if self.item.kind == "image" and OUTPUTS in parameters:
                 options[OUTPUTS] = {self.item.kind: outputs}
             else:
-                options |= self._encoder.arguments(self.item, parameters)
-                encoding = self._encoder.answering(self.item.kind, outputs)
+                options |= arguments(self._model, self.item, parameters)
+                encoding = answering(self._model, self.item.kind, outputs)
 
         def attend(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]

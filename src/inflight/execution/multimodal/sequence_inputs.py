@@ -40,8 +40,7 @@ class SequenceInputs:
         positions = model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **arrays})
         if hasattr(model.base_model, "rope_deltas"):
             model.base_model.rope_deltas = None
-        number = num_dimensions(model)
-        positions = positions.reshape(-1, length)[-(number if number > 1 else 3) :]  # a further first row is for masks
+        positions = positions.reshape(-1, length)[-num_dimensions(model) :]  # a further first row is for masks
         names = {name for name in inspect.signature(model.forward).parameters if name.endswith(TYPES)}
         return cls(given, positions, {name: each[0] for name, each in arrays.items() if name in names})
 

@@ -107,8 +107,8 @@ def _handles(executor: PackedExecutor, parts: Mapping[str, Any]) -> dict[str, tu
     handles = {f"call {ordinal}": ("call", number) for ordinal, number in enumerate(executor.attention_calls)}
     mixers = () if executor.mixing is None else executor.mixing.handles
     handles |= {f"mixer {ordinal}": ("mixer", number) for ordinal, number in enumerate(mixers)}
-    if executor.encoder_outputs is not None and executor.encoder_outputs.handle is not None:
-        handles["placing"] = "placing", executor.encoder_outputs.handle
+    placings = () if executor.encoder_outputs is None else executor.encoder_outputs.placing.handles
+    handles |= {f"placing {layer}": ("placing", number) for layer, number in enumerate(placings)}
     if isinstance(executor.adapters, Adapters):
         handles["step"] = "step", executor.adapters.layers.step
     for name, part in parts.items():

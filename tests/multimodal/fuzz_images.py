@@ -8,7 +8,7 @@ import warnings
 from collections import Counter
 
 from inflight.contracts.api.errors import InvalidRequestError
-from inflight.text.processor import open_image
+from inflight.text.media import open_image
 from tests.multimodal.models import image
 
 FORMATS = ("PNG", "JPEG", "GIF", "BMP", "TIFF", "WEBP", "PPM", "ICO", "TGA", "JPEG2000")

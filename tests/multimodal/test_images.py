@@ -18,7 +18,8 @@ from inflight.census.sensitive import build
 from inflight.census.tiny_processors import multimodal_class, tiny_with_processor
 from inflight.execution.kernels import kernels_available
 from inflight.execution.multimodal import placing
-from inflight.text.processor import Processor, open_image
+from inflight.text.media import open_image
+from inflight.text.processor import Processor
 from tests.adapters.made import save_with_peft
 from tests.multimodal.models import image, plain_answer, tiny, with_processor
 

@@ -56,7 +56,7 @@ def examine_images(model_type: str) -> Finding:
 
 
 def _prompts(processor: ProcessorMixin) -> list[tuple[str, tuple[int, ...]]]:
-    placeholder = Processor(processor).placeholder
+    placeholder = Processor(processor).of("image").placeholder
     return [(text.format(placeholder), numbers) for text, numbers in TEXTS]
 
 

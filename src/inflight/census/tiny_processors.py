@@ -27,7 +27,6 @@ from transformers.utils import is_torchvision_available
 
 from inflight.census.sensitive import build
 from inflight.census.tiny_configs import NUM_CODES, whole_config
-from inflight.contracts.step.multimodal import placeholder_id
 from inflight.text.processor import Processor
 
 SIDE = 32
@@ -305,7 +304,7 @@ def _first(size: Any) -> int:
 
 def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin) -> None:
     """Give a configuration the token ids and the vocabulary of a processor."""
-    own = Processor(processor)
+    own = Processor(processor).of("image")
     processor(text=f"a {own.placeholder} b", images=[random_image(0)], return_tensors="pt")
     tokenizer: Any = processor.tokenizer
     for name, value in list(vars(config).items()):
@@ -332,7 +331,7 @@ def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin)
 def _num_rows(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin) -> int:
     """How many tokens a tile of an image has: the encoder's rows for each placeholder of a processor that writes one a
     tile."""
-    own = Processor(processor, placeholder_id(config, "image"))
+    own = Processor(processor, config).of("image")
     read = processor(text=own.placeholder, images=[random_image(0)], return_tensors="pt")
     encode = build(multimodal_class(model_type), config).base_model.get_image_features
     given = {name: value for name, value in read.items() if name in inspect.signature(encode).parameters}

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from inflight.engine.admission import why_no_images
+from inflight.engine.admission import why_none_of
 from inflight.loadtest.openai_client import OpenAIClient, ServerError
-from inflight.text.processor import open_image
+from inflight.text.media import open_image
 
 if TYPE_CHECKING:
     from inflight.contracts.api.params import SamplingParams
@@ -75,7 +75,7 @@ class EngineAnswerer:
             self._llm.tokenizer.chat([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
 
     def image_part(self, path: Path) -> dict[str, Any]:
-        if (why_not := why_no_images(self._llm.model_info)) is not None:
+        if (why_not := why_none_of("image", self._llm.model_info)) is not None:
             raise ValueError(f"there can be no images: {why_not}")
         return {"type": "image", "image": open_image(path)}
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.picture_model import PICTURE_MODEL
 from inflight.picture_model.drawing import PROMPT, draw, scenes
-from inflight.text.processor import NEEDS
+from inflight.text.media import NEEDS
 
 if TYPE_CHECKING:
     from PIL.Image import Image

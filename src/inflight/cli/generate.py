@@ -77,6 +77,9 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
         await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))
 
 
+_FILES: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False), "multiple": True}
+
+
 @click.command(cls=Command)
 @click.argument("prompts", nargs=-1)
 @click.option(
@@ -86,12 +89,9 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
 @click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
 @click.option(
-    "--image",
-    "images",
-    type=click.Path(exists=True, dir_okay=False),
-    multiple=True,
-    help="An image that each prompt is about, with --chat implied; may be repeated.",
+    "--image", "images", **_FILES, help="An image that each prompt is about, as with --chat; may be repeated."
 )
+@click.option("--audio", "sounds", **_FILES, help="A sound that each prompt is about, as with --chat; may be repeated.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
@@ -107,6 +107,7 @@ def generate(
     output: Path | None,
     chat: bool,
     images: tuple[str, ...],
+    sounds: tuple[str, ...],
     record: Path | None,
     adapter: str | None,
     **options: Any,
@@ -123,7 +124,7 @@ def generate(
     sampling = sampling_values(options) | structure_values(options)
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
-        given = {"chat": chat, "image": images, "record": record, "adapter": adapter}
+        given = {"chat": chat, "image": images, "audio": sounds, "record": record, "adapter": adapter}
         _check_batch(lines, [*sampling, *(name for name, value in given.items() if value)])
     for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
         if record is not None and options[name] not in (None, 1):
@@ -140,7 +141,8 @@ def generate(
     SamplingParams(**sampling)  # wrong options are refused before the model is loaded
     engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
     llm = LLM(model, **engine)
-    inputs = [_input(line, chat, images) for line in lines]
+    attached = [{"type": kind, kind: each} for kind, paths in (("image", images), ("audio", sounds)) for each in paths]
+    inputs = [_input(line, chat, attached) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
     if is_plain and not options["jsonl"] and output is None and llm.tokenizer is not None:
@@ -177,18 +179,17 @@ def _open(output: Path | None) -> TextIO:
         raise InvalidRequestError(f"the output file {str(output)!r} cannot be written: {error}") from error
 
 
-def _input(line: PromptLine, chat: bool, images: Sequence[str]) -> Any:
+def _input(line: PromptLine, chat: bool, parts: Sequence[dict[str, Any]]) -> Any:
     if line.messages is not None:
-        if images:
-            raise InvalidRequestError(
-                f"{line.where}: with --image a prompt is a text; a chat has its images in its messages"
-            )
+        if parts:
+            has = "a chat has its images in its messages, and its sounds"
+            raise InvalidRequestError(f"{line.where}: with --image or --audio a prompt is a text; {has}")
         return {"messages": line.messages}
-    if not chat and not images:
+    if not chat and not parts:
         return line.prompt
     if not isinstance(line.prompt, str):
-        raise InvalidRequestError(f"{line.where}: with --chat or --image a prompt is the text of a message")
-    parts = [{"type": "image", "image": each} for each in images]
+        message = "with --chat, --image or --audio a prompt is the text of a message"
+        raise InvalidRequestError(f"{line.where}: {message}")
     content = [*parts, {"type": "text", "text": line.prompt}] if parts else line.prompt
     return {"messages": [{"role": "user", "content": content}]}
 

@@ -58,7 +58,7 @@ class Address:
 
 
 def limits(text: str) -> dict[str, int]:
-    """Most items of a prompt: {"image": 4}, or image=4. Raises `click.BadParameter`."""
+    """Most items of a prompt: {"image": 4, "audio": 1}, or image=4,audio=1. Raises `click.BadParameter`."""
     try:
         if text.lstrip().startswith("{"):
             return dict(json.loads(text))
@@ -86,7 +86,7 @@ def limits(text: str) -> dict[str, int]:
 @click.option("--max-n", type=int, help="Most sequences that a request may ask for per prompt.")
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
-@click.option("--limit-mm-per-prompt", type=limits, help='Most images of a prompt, such as {"image": 4}, or image=4.')
+@click.option("--limit-mm-per-prompt", type=limits, help="Most items of a prompt, as image=4,audio=1, or JSON.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
 @click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which replica gets a request.  [default: {ROUTINGS[0]}]")
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")

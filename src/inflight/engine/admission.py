@@ -20,7 +20,7 @@ from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.api.options import is_text
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.api.pooling import PooledText
-from inflight.contracts.step.multimodal import MultimodalInputs
+from inflight.contracts.step.multimodal import KINDS, MultimodalInputs
 from inflight.contracts.step.plan import BadWords
 from inflight.scheduling.sequence import Request
 from inflight.text.tokenizer import Tokenizer
@@ -220,10 +220,11 @@ def make_request(
 
 
 def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: ModelInfo) -> None:
-    if inputs.items and (why_not := why_no_images(info)) is not None:
-        raise InvalidRequestError(f"the prompt has images: {why_not}")
+    for kind in {item.kind for item in inputs.items}:
+        if (why_not := why_none_of(kind, info)) is not None:
+            raise InvalidRequestError(f"the prompt has {KINDS[kind]}: {why_not}")
     if params.truncate_prompt_tokens is not None:
-        raise InvalidRequestError("truncate_prompt_tokens would cut images; give a shorter prompt")
+        raise InvalidRequestError("truncate_prompt_tokens would cut images or sounds; give a shorter prompt")
 
 
 def check_whole(inputs: MultimodalInputs, limit: int) -> None:
@@ -240,9 +241,9 @@ def check_whole(inputs: MultimodalInputs, limit: int) -> None:
         )
 
 
-def why_no_images(info: ModelInfo) -> str | None:
-    """Why a prompt can have no images; None: it can."""
-    if "image" in info.input_modalities:
+def why_none_of(kind: str, info: ModelInfo) -> str | None:
+    """Why a prompt can have no items of this kind; None: it can."""
+    if kind in info.input_modalities:
         return None
     return Features.from_info(info).why_not(IMAGES) or f"{info.model_class} has no encoder for them"
 

@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.contracts.api.options import is_loaded_model
 from inflight.contracts.api.params import SamplingParams
-from inflight.contracts.step.multimodal import MultimodalInputs
+from inflight.contracts.step.multimodal import KINDS, MultimodalInputs
 from inflight.demo_model import DEMO_MODEL
-from inflight.text.processor import ImageSource
 from inflight.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -22,7 +21,7 @@ class ReadPrompt(NamedTuple):
 
     Attributes:
         text: None: it is given as token ids, or a chat.
-        multimodal: its images; None: it has none.
+        multimodal: its images and sounds; None: it has none.
     """
 
     text: str | None
@@ -33,8 +32,8 @@ class ReadPrompt(NamedTuple):
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | ReadPrompt
 """Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one). A
-"prompt" may have "images" (see `ImageSource`), and messages parts `{"type": "image", "image": …}`. Or what
-`read_prompt` returned."""
+"prompt" may have "images" (see `ImageSource`) and "audios" (see `SoundSource`), and messages parts `{"type": "image",
+"image": …}` and `{"type": "audio", "audio": …}`, or OpenAI's of type "input_audio". Or what `read_prompt` returned."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
@@ -44,7 +43,7 @@ TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
-    """Tokenize a prompt, and process its images, unless it is read already. Raises `InvalidRequestError`."""
+    """Tokenize a prompt, and process its images and sounds, unless it is read already. Raises `InvalidRequestError`."""
     if isinstance(prompt, ReadPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -54,25 +53,27 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
         return ReadPrompt(prompt, _needed(tokenizer, "text").encode(prompt))
     if isinstance(prompt, Mapping):
         kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-        more = TEMPLATE_OPTIONS if kind == "messages" else {"images"} if kind == "prompt" else set()
+        more = TEMPLATE_OPTIONS if kind == "messages" else {"images", "audios"} if kind == "prompt" else set()
         extra = set(prompt) - {kind, "cache_salt"} - more
         if kind is None or extra:
             raise InvalidRequestError(
                 'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
-                f'other but "cache_salt" (and "images" beside a "prompt"); it has {sorted(map(str, prompt))}'
+                'other but "cache_salt" (and "images" and "audios" beside a "prompt"); it has '
+                f"{sorted(map(str, prompt))}"
             )
         salt = prompt.get("cache_salt")
         if kind == "messages":
             known = _needed(tokenizer, "a chat")
-            messages, images = split_images(_messages(prompt["messages"]))
-            if not images:
+            messages, items = split_items(_messages(prompt["messages"]))
+            if not any(items.values()):
                 return ReadPrompt(None, known.chat(messages, **_options(prompt)), salt)
             text = known.render_chat(messages, **_options(prompt))
-            token_ids, multimodal = known.processor.read(text, images, add_special_tokens=False)
+            token_ids, multimodal = known.processor.read(text, *items.values(), add_special_tokens=False)
             return ReadPrompt(None, token_ids, salt, multimodal)
-        if given := prompt.get("images"):
+        images, sounds = prompt.get("images") or (), prompt.get("audios") or ()
+        if len(images) or len(sounds):
             _check_text(prompt["prompt"])
-            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], given)
+            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], images, sounds)
             return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
         return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | ReadPrompt):
@@ -80,22 +81,25 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
     raise InvalidRequestError(f"the prompt is a {type(prompt).__name__}; it must be text, token ids, or a dict")
 
 
-def split_images(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[ImageSource]]:
-    """Messages whose image parts only mark a place, and the images of these places."""
-    images: list[ImageSource] = []
+def split_items(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
+    """Messages whose parts of images and sounds only mark a place, and what is in these places, by kind."""
+    items: dict[str, list[Any]] = {kind: [] for kind in KINDS}
 
     def marked(part: Any) -> Any:
-        if not isinstance(part, Mapping) or part.get("type") != "image" or "image" not in part:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "input_audio" and isinstance(given := part.get("input_audio"), Mapping):
+            kind, part = "audio", {"audio": f"data:audio/{given.get('format')};base64,{given.get('data')}"}
+        if kind not in items or kind not in part:
             return part
-        images.append(part["image"])
-        return {"type": "image"}
+        items[kind].append(part[kind])
+        return {"type": kind}
 
     contents = (message.get("content") for message in messages)
     split = [
         {**message, "content": list(map(marked, content))} if isinstance(content, list | tuple) else message
         for message, content in zip(messages, contents, strict=True)
     ]
-    return split, images
+    return split, items
 
 
 def _check_text(text: str) -> None:

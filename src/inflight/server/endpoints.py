@@ -14,6 +14,7 @@ from starlette.responses import Response
 from inflight.server.anthropic import endpoint as anthropic
 from inflight.server.batches import batches_endpoint, files_endpoint
 from inflight.server.openai import adapters, chat, completions, tokenization
+from inflight.server.openai.transcriptions import FORM, transcribe
 from inflight.server.pooling import embeddings, scores
 from inflight.server.responses import conversations
 from inflight.server.responses import endpoint as responses
@@ -81,6 +82,7 @@ ENDPOINTS = (
     Endpoint("/v1/conversations/{conversation_id}", conversations.delete, ("DELETE",), answered_by="server"),
     Endpoint("/v1/conversations/{conversation_id}/items", conversations.add_items, answered_by="server"),
     Endpoint("/v1/conversations/{conversation_id}/items", conversations.list_items, GET, answered_by="server"),
+    Endpoint("/v1/audio/transcriptions", transcribe, answered_by="single model", openapi=FORM),
     Endpoint("/v1/load_lora_adapter", adapters.load_adapter, answered_by="single model"),
     Endpoint("/v1/unload_lora_adapter", adapters.unload_adapter, answered_by="single model"),
     Endpoint(

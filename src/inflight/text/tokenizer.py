@@ -31,13 +31,11 @@ class Tokenizer:
     Attributes:
         named_ends: token ids that end a turn, by source in the tokenizer's file.
         notes: assumptions made when it was read.
-        most_images: the most images of a prompt; None: no limit.
+        limits: the most items of a prompt, by kind; without an entry: no limit.
 
     Args:
-        load_processor: reads the processor of images; None: there is none.
+        load_processor: reads the processor of images and sounds; None: there is none.
     """
-
-    most_images: int | None = None
 
     def __init__(
         self,
@@ -48,18 +46,19 @@ class Tokenizer:
     ) -> None:
         self.inner = inner
         self._load_processor = load_processor
+        self.limits: Mapping[str, int] = {}
         self.named_ends, self.notes = named_ends or {}, tuple(notes)
         self._cutting_lock = threading.Lock()
 
     @cached_property
     def processor(self) -> Processor:
-        """The processor of images. Raises `InvalidRequestError` if there is none."""
+        """The processor of images and sounds. Raises `InvalidRequestError` if there is none."""
         if self._load_processor is None:
             raise InvalidRequestError(
-                "this model has no processor of images: give the engine a folder, or the processor"
+                "this model has no processor of images or sounds: give the engine a folder, or the processor"
             )
         processor = self._load_processor()
-        processor.most_images = self.most_images
+        processor.limits = self.limits
         return processor
 
     @property

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, TypeAlias
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.options import is_loaded_model, is_loaded_processor, is_loaded_tokenizer
-from inflight.contracts.step.multimodal import placeholder_id
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.text.processor import Processor
@@ -113,8 +112,8 @@ def load_tokenizer(
 ) -> Tokenizer | None:
     """The given tokenizer, else the model's; None if there is none. Raises `ModelError`."""
     loaded = _load_tokenizer(model, tokenizer, config)
-    if loaded is not None and config.limit_mm_per_prompt is not None:
-        loaded.most_images = config.limit_mm_per_prompt.get("image")
+    if loaded is not None:
+        loaded.limits = config.limit_mm_per_prompt or {}
     return loaded
 
 
@@ -127,8 +126,7 @@ def _load_tokenizer(
         processor: Any = tokenizer
         inner = copy.copy(processor.tokenizer)
         inner.chat_template = inner.chat_template or processor.chat_template
-        token_id = placeholder_id(getattr(model, "config", None), "image")
-        return Tokenizer(inner, load_processor=lambda: Processor(processor, token_id))
+        return Tokenizer(inner, load_processor=lambda: Processor(processor, getattr(model, "config", None)))
     if tokenizer is None and is_loaded_model(model):
         return None
     source = model if tokenizer is None else tokenizer

@@ -60,7 +60,7 @@ class ModelInfo:
             None: torch's.
         speculation: the drafters; or "off", and why, if speculation was asked for.
         pooling: how it pools; None: it generates.
-        input_modalities: what a prompt may have besides text: "image".
+        input_modalities: what a prompt may have besides text: "image", "audio".
     """
 
     model_class: str

@@ -6,6 +6,9 @@ from typing import Any
 
 import msgspec
 
+KINDS = {"image": "images", "audio": "sounds"}
+"""The kinds of items that a prompt may have, and what several are called."""
+
 
 class Array(msgspec.Struct, frozen=True):
     """An array as plain data, in the order of C.

@@ -40,7 +40,7 @@ class Generate(msgspec.Struct, tag=True, frozen=True):
 
     Attributes:
         text: the text to pool, instead of a prompt; None: it generates.
-        multimodal: the images of the prompt; None: it has none.
+        multimodal: the images and sounds of the prompt; None: it has none.
     """
 
     request_id: str

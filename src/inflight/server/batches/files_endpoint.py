@@ -19,6 +19,7 @@ from inflight.batches.files import NewFile, StoredFile
 from inflight.server.batches.jobs import BatchJobs, check_parameters, jobs_of, owner_of, page_of
 from inflight.server.serving.service import settings_of
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.forms import FILE, form
 
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
@@ -164,23 +165,7 @@ PURPOSES = ("batch",)
 FIELDS = {"file", "purpose", "expires_after[anchor]", "expires_after[seconds]"}
 MAX_SECONDS = 366 * 86_400
 
-UPLOAD = {
-    "requestBody": {
-        "required": True,
-        "content": {
-            "multipart/form-data": {
-                "schema": {
-                    "type": "object",
-                    "required": ["file", "purpose"],
-                    "properties": {
-                        "file": {"type": "string", "format": "binary"},
-                        "purpose": {"type": "string", "enum": list(PURPOSES)},
-                    },
-                }
-            }
-        },
-    }
-}
+UPLOAD = form(file=FILE, purpose={"type": "string", "enum": list(PURPOSES)})
 
 
 async def upload(request: Request) -> Response:
@@ -190,12 +175,12 @@ async def upload(request: Request) -> Response:
     try:
         new = await asyncio.to_thread(jobs.files.create)
         try:
-            form = await receive_form(content_type, request.stream(), new, "file", settings.max_file_size)
-            purpose, lifetime = _checked(form)
+            received = await receive_form(content_type, request.stream(), new, "file", settings.max_file_size)
+            purpose, lifetime = _checked(received)
         except BaseException:
             new.discard()
             raise
-        stored = await asyncio.to_thread(_add, jobs, new, owner_of(request), form.filename or "", purpose, lifetime)
+        stored = await asyncio.to_thread(_add, jobs, new, owner_of(request), received.filename or "", purpose, lifetime)
     except (OSError, sqlite3.Error) as error:
         raise ApiError(507, f"the file cannot be stored: {error}", code="storage_failed") from error
     return JSONResponse(_shown(stored))

@@ -82,13 +82,13 @@ class ChatAnswer(ABC, Generic[B]):
         options = {} if self.form is None else self.form.sampling_options
         params = body.sampling_params(service.llm.get_default_sampling_params(), info.vocab_size, **options)
         service.check_num_sequences(1, params.n, "n")
-        images, limit = self._rendered.multimodal, body.most_prompt_tokens
-        if images is not None and limit is not None:
-            raise ApiError(400, "truncate_prompt_tokens would cut images", param="truncate_prompt_tokens")
+        items, limit = self._rendered.multimodal, body.most_prompt_tokens
+        if items is not None and limit is not None:
+            raise ApiError(400, "truncate_prompt_tokens would cut images or sounds", param="truncate_prompt_tokens")
         prompt = service.fitted(self._rendered.token_ids, info, self.PARAM, limit)
         service.check_num_scores([prompt], params)
         adapter, request_id = service.adapter_of(body.model), f"{self.ID}{uuid.uuid4().hex}"
-        self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter, images)
+        self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter, items)
         self.model_name, self.created_at = service.name_of(adapter), int(time.time())
 
     def written(self, service: Service, info: ModelInfo) -> RenderedChat:

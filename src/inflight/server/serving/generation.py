@@ -42,7 +42,7 @@ class Generation:
         prompts: the token ids of each prompt, within the context.
         params: the same for all prompts.
         adapter: the name of their adapter; None: none.
-        multimodal: the images of the only prompt; None: there are none.
+        multimodal: the images and sounds of the only prompt; None: there are none.
     """
 
     request_id: str

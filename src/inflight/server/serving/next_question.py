@@ -17,7 +17,7 @@ from inflight.server.chat_format.chat_template import render_chat
 from inflight.server.serving.generation import Generation
 from inflight.server.serving.service import RenderedChat, Service
 from inflight.server.wire.off_loop import off_loop
-from inflight.server.wire.strict_model import IMAGE_MARK
+from inflight.server.wire.strict_model import ITEM_MARK
 
 logger = logging.getLogger("inflight.server")
 
@@ -68,8 +68,8 @@ def _prompt(service: Service, chat: RenderedChat, output: RequestOutput, blocks:
         said["reasoning_content"] = thoughts
     history = [*chat.chat["messages"], said, {"role": "user", "content": QUESTION}]
     text = render_chat({**chat.chat, "messages": history}, tokenizer, "messages", chat.options)
-    if IMAGE_MARK in text:
-        return None  # its images are gone
+    if ITEM_MARK in text:
+        return None  # its images and sounds are gone
     prompt = tokenizer.encode(text.rpartition(QUESTION)[0], add_special_tokens=False)
     known = [*output.prompt_token_ids, *completion.token_ids]
     num_known = next((i for i, (new, old) in enumerate(zip(prompt, known, strict=False)) if new != old), len(known))

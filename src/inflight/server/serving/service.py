@@ -18,7 +18,7 @@ from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions, render_chat
-from inflight.server.serving.images import place_images
+from inflight.server.serving.items import place_items
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -60,7 +60,7 @@ class RenderedChat(NamedTuple):
 
     Attributes:
         chat, options: what was rendered (see `render_chat`).
-        multimodal: the images in it; None: there are none.
+        multimodal: the images and sounds in it; None: there are none.
     """
 
     text: str
@@ -212,14 +212,14 @@ class Service:
         param: str,
         reasoning_options: ReasoningOptions = DEFAULT_REASONING,
     ) -> RenderedChat:
-        """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`), with its images."""
+        """Return a chat as text (see `render_chat`) and as token ids (see `token_ids`), with its images and sounds."""
         text = render_chat(chat, self.llm.tokenizer, param, reasoning_options)
         try:
-            text, images = place_images(text, self.tokenizer, info, param)
+            text, items = place_items(text, self.tokenizer, info, param)
             token_ids = self._encoded(text, info, param, add_special_tokens=False)
-            if not images:
+            if not any(items.values()):
                 return RenderedChat(text, token_ids, chat, reasoning_options)
-            token_ids, multimodal = self.tokenizer.processor.read(text, images, add_special_tokens=False)
+            token_ids, multimodal = self.tokenizer.processor.read(text, *items.values(), add_special_tokens=False)
         except InvalidRequestError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
         return RenderedChat(text, token_ids, chat, reasoning_options, multimodal)

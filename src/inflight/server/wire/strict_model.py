@@ -28,10 +28,10 @@ LIKENESS_WORTH_A_HINT = 0.6
 LIKENESS_OF_MISSPELT = 0.85
 """The least similarity (`difflib`) at which an unknown field counts as a misspelt known one."""
 
-IMAGE_MARK = "\ufdd0"
+ITEM_MARK = "\ufdd0"
 """A character that no text has."""
-MARKED_IMAGE = re.compile(f"\n?({IMAGE_MARK}[0-9a-f]{{32}}{IMAGE_MARK})\n?")
-_IMAGE = re.compile(r"data:image/[\w.+-]+;base64,.")
+MARKED_ITEM = re.compile(f"\n?({ITEM_MARK}[0-9a-f]{{32}}{ITEM_MARK})\n?")
+_ITEM = re.compile(r"data:(image|audio)/[\w.+-]+;base64,.")
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
 
 T = TypeVar("T")
@@ -46,12 +46,13 @@ class RequestParsing:
     Attributes:
         is_strict: whether fields that could be ignored or replaced are refused.
         ignored: the names of ignored and replaced fields.
-        images: the data URLs of images, by the mark that stands in their place in a text.
+        items: the kinds of images and sounds, and their data URLs or files' bytes, by the mark that stands in their
+            place in a text.
     """
 
     is_strict: bool = False
     ignored: list[str] = field(default_factory=list)
-    images: dict[str, str] = field(default_factory=dict)
+    items: dict[str, tuple[str, str | bytes]] = field(default_factory=dict)
 
     @property
     def shown_ignored(self) -> str:
@@ -59,10 +60,10 @@ class RequestParsing:
         names = [name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored[:MAX_IGNORED]]
         return ", ".join([*names, *(["(others)"] if len(self.ignored) > MAX_IGNORED else [])])
 
-    def mark(self, url: str) -> str:
-        """Keep an image; return a mark for its place, which no other text has."""
-        mark = f"{IMAGE_MARK}{secrets.token_hex(16)}{IMAGE_MARK}"
-        self.images[mark] = url
+    def mark(self, kind: str, item: str | bytes) -> str:
+        """Keep an image or sound; return a mark for its place, which no other text has."""
+        mark = f"{ITEM_MARK}{secrets.token_hex(16)}{ITEM_MARK}"
+        self.items[mark] = kind, item
         return mark
 
     def ignore(self, name: str) -> None:
@@ -163,8 +164,8 @@ def of_type(
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
-            if otherwise is not None and (url := _data_url(given)) is not None:
-                return otherwise(READING.get().mark(url), given)
+            if otherwise is not None and (item := _item(given)) is not None:
+                return otherwise(READING.get().mark(*item), given)
             if otherwise is not None and (kind is None or isinstance(kind, str)) and not READING.get().is_strict:
                 READING.get().ignore(kind or "type")
                 return otherwise(shown_text(kind or "", given), given)
@@ -176,13 +177,17 @@ def of_type(
     return BeforeValidator(check)
 
 
-def _data_url(given: Mapping[str, Any]) -> str | None:
-    """The data URL of an image, as a part of OpenAI's APIs or a block of Anthropic's; None: it is something else."""
-    source, url = given.get("source"), given.get("image_url")
+def _item(given: Mapping[str, Any]) -> tuple[str, str] | None:
+    """The kind and data URL of an image or sound, as a part of OpenAI's APIs or a block of Anthropic's; None: it is
+    something else."""
+    source, sound, url = given.get("source"), given.get("input_audio"), given.get("image_url", given.get("audio_url"))
     if isinstance(source, dict) and source.get("type") == "base64":
         url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    if isinstance(sound, dict):
+        url = f"data:audio/{sound.get('format')};base64,{sound.get('data')}"
     url = url.get("url") if isinstance(url, dict) else url
-    return url if isinstance(url, str) and _IMAGE.match(url) else None
+    found = _ITEM.match(url) if isinstance(url, str) else None
+    return found and (found[1], str(url))
 
 
 def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:

@@ -1,0 +1,125 @@
+"""`open_image`, `open_sound`: open what a prompt has besides text.
+
+Pillow, soundfile and soxr are imported with the first item that needs them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import os
+import re
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
+
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.text.tokenizer import one_line
+
+if TYPE_CHECKING:
+    from numpy import float32
+    from numpy.typing import NDArray
+    from PIL.Image import Image
+
+ImageSource: TypeAlias = Any
+"""A Pillow image, a path, a file's bytes, a data URL (`data:image/png;base64,…`), or an array `[height, width, 3]`
+uint8."""
+SoundSource: TypeAlias = Any
+"""A path, a file's bytes, a data URL (`data:audio/wav;base64,…`), an array `[num_samples]` of floats at the processor's
+sampling rate, or a tuple of one and its own sampling rate."""
+
+MAX_SAMPLES = 2**26
+"""Of a sound, in all its channels, and once it is resampled: 70 minutes at 16 kHz."""
+NEEDS = (
+    "images need Pillow (pip install 'inflight-llm[images]'), sounds soundfile and soxr (pip install "
+    "'inflight-llm[audio]'), and many models' processors torchvision or torchaudio"
+)
+_DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+_ERRORS = (binascii.Error, OSError, ValueError, TypeError, SyntaxError, AttributeError, EOFError, RuntimeError)
+
+
+def _opened(source: Any) -> AbstractContextManager[BinaryIO | None]:
+    """The file of a source; None: it is no file."""
+    if isinstance(source, bytes | bytearray):
+        return io.BytesIO(source)
+    if isinstance(source, str) and (head := _DATA_URL.match(source)):
+        return io.BytesIO(base64.b64decode(source[head.end() :], validate=True))
+    if isinstance(source, str | os.PathLike):
+        return open(os.path.expanduser(source), "rb")
+    return nullcontext()
+
+
+def _unknown(what: str, source: Any, library: str) -> InvalidRequestError:
+    """The error for a file in no format that the library knows."""
+    is_path = isinstance(source, os.PathLike) or (isinstance(source, str) and not _DATA_URL.match(source))
+    named = repr(os.fspath(source)) if is_path else "it"
+    return InvalidRequestError(f"{what} cannot be read: {named} has no format that {library} knows")
+
+
+def open_image(source: ImageSource) -> Image:
+    """An image in RGB, turned as its file says. Raises `InvalidRequestError`, in one sentence."""
+    try:
+        import PIL.Image
+        import PIL.ImageOps
+    except ImportError as error:
+        raise InvalidRequestError(NEEDS) from error
+    try:
+        with _opened(source) as file:
+            if isinstance(source, PIL.Image.Image):
+                image = source
+            else:
+                image = PIL.Image.fromarray(source) if file is None else PIL.Image.open(file)
+            if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):
+                raise InvalidRequestError(f"an image has {image.width} x {image.height} pixels; that is too large")
+            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+    except InvalidRequestError:
+        raise
+    except PIL.UnidentifiedImageError as error:
+        raise _unknown("an image", source, "Pillow") from error
+    except _ERRORS as error:
+        raise InvalidRequestError(f"an image cannot be read: {one_line(error)}") from error
+    except PIL.Image.DecompressionBombError as error:
+        raise InvalidRequestError(f"an image is too large: {one_line(error)}") from error
+
+
+def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
+    """The samples of a sound at this rate, its channels mixed, `[num_samples]`. Raises `InvalidRequestError`, in one
+    sentence."""
+    try:
+        import numpy as np
+        import soundfile
+        import soxr
+    except (ImportError, OSError) as error:  # without libsndfile, too
+        raise InvalidRequestError(NEEDS) from error
+    try:
+        with _opened(source) as file:
+            if file is None:
+                given, rate = source if isinstance(source, tuple) else (source, sampling_rate)
+                samples = np.asarray(given)
+                if samples.ndim != 1 or samples.dtype.kind != "f":
+                    shown = f"{list(samples.shape)} of {samples.dtype}"
+                    raise InvalidRequestError(f"a sound is an array {shown}; it must be [num_samples] of floats")
+                _check_length(len(samples), 1, rate, sampling_rate)
+            else:
+                with soundfile.SoundFile(file) as sound:
+                    rate = sound.samplerate
+                    _check_length(sound.frames, sound.channels, rate, sampling_rate)
+                    samples = sound.read(dtype="float32", always_2d=True).mean(axis=1)
+        samples = samples if rate == sampling_rate else soxr.resample(samples, rate, sampling_rate)
+    except InvalidRequestError:
+        raise
+    except soundfile.LibsndfileError as error:
+        raise _unknown("a sound", source, "libsndfile") from error
+    except _ERRORS as error:
+        raise InvalidRequestError(f"a sound cannot be read: {one_line(error)}") from error
+    if not len(samples) or not np.isfinite(samples).all():
+        raise InvalidRequestError(f"a sound has {'samples that are not finite' if len(samples) else 'no samples'}")
+    return np.ascontiguousarray(samples, dtype=np.float32)
+
+
+def _check_length(num_frames: int, num_channels: int, rate: int, sampling_rate: int) -> None:
+    """Raise `InvalidRequestError` for a sound that would take too much memory."""
+    if num_frames * max(num_channels * rate, sampling_rate) > MAX_SAMPLES * rate:
+        raise InvalidRequestError(
+            f"a sound has {num_frames} samples at {rate} Hz in {num_channels} channels; that is too long"
+        )

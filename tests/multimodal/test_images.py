@@ -252,7 +252,7 @@ def test_what_a_model_cannot_do_with_images_is_refused() -> None:
             [prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False
         )
     rows = LLM(copy.deepcopy(model), processor, executor="rows", num_blocks=100)
-    with pytest.raises(InvalidRequestError, match="images is not supported with a model that runs as rows"):
+    with pytest.raises(InvalidRequestError, match="multimodal input is not supported with a model that runs as rows"):
         rows.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)
     text_only = LLM(tiny("qwen3"), processor, num_blocks=100)
     with pytest.raises(InvalidRequestError, match="has no encoder for them"):

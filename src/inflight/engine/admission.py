@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from inflight.contracts.api.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.api.errors import AdapterError, InvalidRequestError
-from inflight.contracts.api.features import IMAGES, Features
+from inflight.contracts.api.features import MULTIMODAL, Features
 from inflight.contracts.api.model_info import ModelInfo, refusal_to_generate
 from inflight.contracts.api.options import is_text
 from inflight.contracts.api.params import SamplingParams
@@ -245,7 +245,7 @@ def why_none_of(kind: str, info: ModelInfo) -> str | None:
     """Why a prompt can have no items of this kind; None: it can."""
     if kind in info.input_modalities:
         return None
-    return Features.from_info(info).why_not(IMAGES) or f"{info.model_class} has no encoder for them"
+    return Features.from_info(info).why_not(MULTIMODAL) or f"{info.model_class} has no encoder for them"
 
 
 def pooling_request(request_id: str, text: PooledText, info: ModelInfo) -> Request:

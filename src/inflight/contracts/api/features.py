@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ADAPTERS, DRAFT_MODEL, PREFIX_STORE, RANKS = "adapters", "draft_model", "prefix_cache_dir", "tensor_parallel_size"
 QUANTIZATION, CACHE_DTYPE, SPECULATION = "quantization", "kv_cache_dtype", "speculation"
 OTHER_EXECUTORS, GPU, INSPECTION = "an executor other than packed", "a GPU", "a look into attention and cache"
-DRAFTING, IMAGES = "drafting for another model", "images"
+DRAFTING, MULTIMODAL = "drafting for another model", "multimodal input"
 """Features, by the option that asks for each; the last five have no option."""
 
 
@@ -107,19 +107,19 @@ REFUSALS = (
         "it cannot take back what it has computed for draft tokens that turn out wrong",
     ),
     Refusal(
-        (IMAGES,),
+        (MULTIMODAL,),
         "a model that runs as rows or sequentially",
         lambda model: model.executor in ("rows", "sequential"),
         "encoder outputs go to the tokens of a packed row",
     ),
     Refusal(
-        (IMAGES,),
+        (MULTIMODAL,),
         "a GPU",
         lambda model: model.device not in (None, "cpu"),
         "this was written and tried on a CPU only",
     ),
     Refusal(
-        (IMAGES,),
+        (MULTIMODAL,),
         "a tensor_parallel_size above 1",
         lambda model: model.num_ranks > 1,
         "every rank would encode every image",

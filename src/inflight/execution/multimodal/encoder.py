@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.step.multimodal import EncoderInput, placeholder_id
+from inflight.contracts.step.multimodal import KINDS, EncoderInput, placeholder_id
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.multimodal.sequence_inputs import as_tensor
 
@@ -19,7 +19,6 @@ DEEP = "deepstack_features"
 """The field of an encoder's output with rows for each of a few layers."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
-KINDS = ("image", "audio")
 
 Rows: TypeAlias = Mapping[int, Tensor]
 """An item's encoder output: rows `[n, hidden]`, one for each placeholder, by layer: 0 in place of the input embeddings,

@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.api.features import IMAGES, Features
+from inflight.contracts.api.features import MULTIMODAL, Features
 from inflight.contracts.api.model_info import ModelInfo, StoredWeights
 from inflight.contracts.step.cache_layout import ALL_TOKENS, CacheLayout
 from inflight.execution.attention import AttentionSpec
@@ -155,7 +155,7 @@ def describe(
 def _input_modalities(model: PreTrainedModel, executor: Executor, config: EngineConfig) -> tuple[str, ...]:
     """What a prompt may have besides text."""
     features = Features(executor.name, model.device.type, config.tensor_parallel_size)
-    return () if features.why_not(IMAGES) is not None else encodable(model)
+    return () if features.why_not(MULTIMODAL) is not None else encodable(model)
 
 
 def _max_model_len(report: PreparationReport, config: EngineConfig) -> int:

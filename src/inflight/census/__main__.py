@@ -7,11 +7,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def main() -> None:
-    """`python -m inflight.census MODEL_TYPE [--peer] [--images]`."""
+    """`python -m inflight.census MODEL_TYPE [--peer] [--with images|sounds]`."""
     parser = argparse.ArgumentParser(prog="python -m inflight.census")
     parser.add_argument("model_type")
     parser.add_argument("--peer", action="store_true")
-    parser.add_argument("--images", action="store_true")
+    parser.add_argument("--with", dest="items", default="")
     arguments = parser.parse_args()
     answer = os.fdopen(os.dup(1), "w")  # only for this module; what model code prints goes to standard error
     os.dup2(2, 1)
@@ -21,10 +21,10 @@ def main() -> None:
     from inflight.census.examine import examine
 
     torch.set_num_threads(1)
-    if arguments.images:
-        from inflight.census.images import examine_images
+    if arguments.items:
+        from inflight.census.items import examine_with
 
-        print(examine_images(arguments.model_type).to_json(), file=answer, flush=True)
+        print(examine_with(arguments.items, arguments.model_type).to_json(), file=answer, flush=True)
         os._exit(0)
     finding, model = examine(arguments.model_type)
     print(finding.to_json(), file=answer, flush=True)

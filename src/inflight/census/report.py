@@ -28,14 +28,17 @@ differ. Where one of them is small, "exact" says less.
 """
 
 
-WITH_IMAGES = """\
+WITH_ITEMS = """\
 For {classes}: a tiny model with random weights, rescaled until its next token depends on tokens far back, answers five
-prompts with up to three images of odd sizes through `LLM(model, processor)` in float32; the processor is the class's
-own, with tiny settings. They run beside each other, in chunks that end within images (or, where the tokens of an image
+prompts with {items} through `LLM(model, processor)` in float32; the processor is the class's
+own, with tiny settings. They run beside each other, in chunks that end within these (or, where the tokens of an image
 see each other, in one piece), and again from the cache. **Exact**: every token is that of the plain model's `generate`,
 or within 1e-4 of its logits' range of it. *Context*, *variety*: how much the model depends on its context, as in the
 census of text.
 """
+
+
+GIVEN = {"images": "up to three images of odd sizes", "sounds": "a sound of one of three lengths, or none,"}
 
 
 def versions() -> dict[str, str]:
@@ -54,24 +57,24 @@ def to_json(findings: Iterable[Finding], made_with: dict[str, str]) -> str:
 
 
 def to_markdown(
-    findings: Iterable[Finding], made_with: dict[str, str], names: Sequence[str] = (), images: bool = False
+    findings: Iterable[Finding], made_with: dict[str, str], names: Sequence[str] = (), items: str = ""
 ) -> str:
     """Return the document: versions, summary, and a table for each kind of outcome.
 
     Args:
         names: the classes and model types that were asked for; none: all were.
-        images: whether the classes were examined with images.
+        items: what prompts had besides text: "images" or "sounds".
     """
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
     inexact = [each for each in causal if each.outcome != "exact"]
     num_tokens, num_ties = sum(each.num_tokens for each in findings), sum(each.num_near_ties for each in findings)
     parts = [
-        _introduction(names, images),
+        _introduction(names, items),
         ", ".join(f"{name} {value}" for name, value in made_with.items()) + "\n",
         f"**{summary(findings)}**\n",
         f"{num_tokens:,} tokens were compared"
-        + ("" if images else f"; {num_ties} of them are not the argmax of the one pass, but as good")
+        + ("" if items else f"; {num_ties} of them are not the argmax of the one pass, but as good")
         + ".\n",
     ]
     with_peer = any(each.peer for each in findings)
@@ -86,20 +89,22 @@ def to_markdown(
     return "\n".join(parts)
 
 
-def _introduction(names: Sequence[str], images: bool) -> str:
-    path = f"benchmarks/results/census{'_images' if images else ''}.md"
-    options = " --images" * images + ("".join(f" --class {name}" for name in names) or f" --output {path}")
+def _introduction(names: Sequence[str], items: str) -> str:
+    path = f"benchmarks/results/census{items and f'_{items}'}.md"
+    options = (items and f" --{items}") + ("".join(f" --class {name}" for name in names) or f" --output {path}")
     whole = "a causal language model or to a multimodal one, given text alone"
     some = "causal language models and to multimodal ones, given text alone"
-    if images:
-        whole, some = "image-text-to-text", "image-text-to-text"
+    if items:
+        whole = some = {"images": "image-text-to-text", "sounds": "a multimodal one, if it hears"}[items]
     classes = f"every class that `transformers` maps to {whole}"
     if names:
         classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to {some}"
-    template = WITH_IMAGES if images else INTRODUCTION
-    text = textwrap.fill(template.format(classes=classes), 120, break_long_words=False, break_on_hyphens=False)
+    template = WITH_ITEMS if items else INTRODUCTION
+    text = textwrap.fill(
+        template.format(classes=classes, items=GIVEN.get(items)), 120, break_long_words=False, break_on_hyphens=False
+    )
     made = f"Made by `inflight census{options}`; not edited by hand."
-    return f"# Census of language models{' with images' * images}\n\n{made}\n\n{text}\n"
+    return f"# Census of language models{items and f' with {items}'}\n\n{made}\n\n{text}\n"
 
 
 def summary(findings: Sequence[Finding]) -> str:

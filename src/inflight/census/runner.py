@@ -18,7 +18,7 @@ def run_census(
     timeout: float,
     jobs: int = 1,
     peer: bool = False,
-    images: bool = False,
+    items: str = "",
     on_finding: Callable[[Finding], None] = lambda _: None,
 ) -> list[Finding]:
     """Examine `classes` (model type to class name), `jobs` at a time, and returns findings in their order.
@@ -26,12 +26,12 @@ def run_census(
     Args:
         timeout: seconds that each class may take, including imports.
         peer: whether `transformers`' own continuous batching runs each model, too.
-        images: whether the classes are examined with images.
+        items: what prompts have besides text: "images" or "sounds".
         on_finding: called with each finding as it arrives, from some thread.
     """
 
     def one(model_type: str) -> Finding:
-        finding = examine_apart(model_type, classes[model_type], timeout, peer, images)
+        finding = examine_apart(model_type, classes[model_type], timeout, peer, items)
         on_finding(finding)
         return finding
 
@@ -39,15 +39,13 @@ def run_census(
         return list(pool.map(one, classes))
 
 
-def examine_apart(
-    model_type: str, model_class: str, timeout: float, peer: bool = False, images: bool = False
-) -> Finding:
+def examine_apart(model_type: str, model_class: str, timeout: float, peer: bool = False, items: str = "") -> Finding:
     """Examine one class in its own process; without an answer, the finding says how it ended.
 
     Args:
         timeout: seconds to wait for it.
     """
-    options = ["--peer"] * peer + ["--images"] * images
+    options = ["--peer"] * peer + (["--with", items] if items else [])
     command = [sys.executable, "-m", "inflight.census", model_type, *options]
     start = time.monotonic()
     process = subprocess.Popen(

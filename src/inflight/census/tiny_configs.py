@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.models.auto.feature_extraction_auto import FEATURE_EXTRACTOR_MAPPING_NAMES
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
@@ -24,8 +25,15 @@ from transformers.models.auto.modeling_auto import (
 CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """The class of each model type that writes text: of text alone where there is one."""
 
-IMAGE_CLASSES: dict[str, str] = dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
-"""The class of each model type that reads images and writes text."""
+CLASSES_WITH: dict[str, dict[str, str]] = {
+    "images": dict(MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES),
+    "sounds": {
+        model_type: name
+        for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+        if model_type in FEATURE_EXTRACTOR_MAPPING_NAMES or "omni" in model_type
+    },
+}
+"""The class of each model type that reads images, or sounds, and writes text."""
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4

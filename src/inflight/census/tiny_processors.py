@@ -1,4 +1,4 @@
-"""Makes a tiny model that reads images, and its own processor, with tiny settings.
+"""Makes a tiny model that reads images or sounds, and its own processor, with tiny settings.
 
 The classes of configurations and processors use a handful of names for the same things; what these cannot do is in the
 tables. Needs Pillow; the processors of some classes torchvision.
@@ -8,7 +8,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
@@ -26,7 +28,8 @@ from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPI
 from transformers.utils import is_torchvision_available
 
 from inflight.census.sensitive import build
-from inflight.census.tiny_configs import NUM_CODES, whole_config
+from inflight.census.tiny_configs import HIDDEN_SIZE, NUM_CODES, whole_config
+from inflight.contracts.step.multimodal import KINDS
 from inflight.text.processor import Processor
 
 SIDE = 32
@@ -53,6 +56,7 @@ _DEEP = {"vision_config.deepstack_visual_indexes": [0, 2]}
 _TILES: dict[str, Any] = {"image_grid_pinpoints": [[SIDE, 2 * SIDE], [2 * SIDE, SIDE], [2 * SIDE, 2 * SIDE]]}
 _LARGE = {"vision_config.image_size": 1024, "vision_config.patch_size": 16}
 _OMNI = dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id"), 1)
+_HEARS = {"audio_config.output_dim": HIDDEN_SIZE}
 _SEE_EACH_OTHER = {"text_config.use_bidirectional_attention": "vision", "text_config.sliding_window": 300}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
@@ -65,16 +69,23 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _DEEP),
     **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2", "qwen2_5_vl"), _WINDOWS),
     "gemma3": {"mm_tokens_per_image": 16, "text_config.sliding_window": 20},
-    "gemma4": {"vision_config": "gemma4_vision", **_SEE_EACH_OTHER},
-    "gemma4_unified": {"vision_config": "gemma4_unified_vision", **_SEE_EACH_OTHER},
+    "gemma4": {"vision_config": "gemma4_vision", "audio_config": "gemma4_audio", **_SEE_EACH_OTHER},
+    "gemma4_unified": {
+        "vision_config": "gemma4_unified_vision",
+        "audio_config": "gemma4_unified_audio",
+        **_SEE_EACH_OTHER,
+    },
+    "nemotron_h_omni": {"audio_config": "parakeet_encoder"},
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
     "gemma3n": {"vision_soft_tokens_per_image": 4},
+    "glmasr": {"audio_config.max_position_embeddings": 1500},
+    "qwen3_asr": _HEARS,
     "muse_glimmer": {"out_hidden_size": 256},
     "muse_spark": {"out_hidden_size": 256},
-    "qwen2_5_omni_thinker": _WINDOWS | _OMNI,
-    "qwen3_omni_moe_thinker": _DEEP | _OMNI,
+    "qwen2_5_omni_thinker": _WINDOWS | _OMNI | _HEARS,
+    "qwen3_omni_moe_thinker": _DEEP | _OMNI | _HEARS,
     "vipllava": {"vision_feature_layers": [-2, -1]},
 }
 """Further values of a class's configuration, by path. A part's value may be a model type: a tiny one of that."""
@@ -136,6 +147,9 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "downsampler_stride": 4,
     },
     "video_llava": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
+}
+SOUND_PROCESSORS: dict[str, dict[str, Any]] = {
+    name: {"feature_size": 128} for name in ("glmasr", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
@@ -204,7 +218,7 @@ def multimodal_class(model_type: str) -> type[PreTrainedModel]:
     return found
 
 
-def tiny_with_processor(model_type: str) -> tuple[PreTrainedConfig, ProcessorMixin]:
+def tiny_with_processor(model_type: str, kind: str = "image") -> tuple[PreTrainedConfig, ProcessorMixin]:
     """A configuration of `multimodal_class`, and a processor for it. Passes on errors of these classes."""
     config = whole_config(model_type)
     for path, value in CONFIGURATIONS.get(model_type, {}).items():
@@ -212,12 +226,14 @@ def tiny_with_processor(model_type: str) -> tuple[PreTrainedConfig, ProcessorMix
         owner = config
         for part in parts:
             owner = getattr(owner, part)
-        if name == "vision_config":
+        if name in ("vision_config", "audio_config"):
             value = whole_config(value)
         setattr(owner, name, value)
     processor = _processor(model_type, config, 1)
+    if kind not in Processor(processor).kinds:
+        raise ValueError(f"it has no processor of {KINDS[kind]}")
     _agree(model_type, config, processor)
-    if any(name in inspect.signature(type(processor).__init__).parameters for name in _NUM_TOKENS):
+    if kind == "image" and any(name in inspect.signature(type(processor).__init__).parameters for name in _NUM_TOKENS):
         processor = _processor(model_type, config, _num_rows(model_type, config, processor))
         _agree(model_type, config, processor)
     return config, processor
@@ -228,6 +244,12 @@ def random_image(number: int) -> Image.Image:
     width, height = ((40, 30), (31, 64), (90, 17))[number % 3]
     generator = torch.Generator().manual_seed(number)
     return Image.fromarray(torch.randint(256, (height, width, 3), dtype=torch.uint8, generator=generator).numpy())
+
+
+def random_sound(sampling_rate: int, number: int) -> NDArray[np.float32]:
+    """A random sound, `[num_samples]`; those of different numbers differ in length, too."""
+    length = int((0.5, 1.3, 2.0)[number % 3] * sampling_rate)
+    return (np.random.default_rng(number).normal(size=length) / 10).astype(np.float32)
 
 
 def _of(mapping: Any, model_type: str) -> Any:
@@ -243,15 +265,17 @@ def _of(mapping: Any, model_type: str) -> Any:
 def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> ProcessorMixin:
     vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
     image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _of(PROCESSOR_MAPPING, model_type)
-    if image_class is None or processor_class is None:
-        raise ValueError("it has no processor of images")
-    images = image_class(**(_sizes(image_class, config, vision) | IMAGE_PROCESSORS.get(model_type, {})))
+    if processor_class is None:
+        raise ValueError("it has no processor")
+    sizes = {} if image_class is None else _sizes(image_class, config, vision) | IMAGE_PROCESSORS.get(model_type, {})
+    images = image_class and image_class(**sizes)
     video, sound = (_of(mapping, model_type) for mapping in (VIDEO_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING))
     given = {
         "image_processor": images,
         "tokenizer": _tokenizer(model_type),
         "video_processor": video and video(),
-        "feature_extractor": sound and sound(),
+        "feature_extractor": sound and sound(**SOUND_PROCESSORS.get(model_type, {})),
+        "audio_processor": sound and sound(),
         "num_additional_image_tokens": 1,
         "vision_feature_select_strategy": "default",
         **dict.fromkeys(_NUM_TOKENS, num_tokens),
@@ -304,14 +328,16 @@ def _first(size: Any) -> int:
 
 def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin) -> None:
     """Give a configuration the token ids and the vocabulary of a processor."""
-    own = Processor(processor).of("image")
-    processor(text=f"a {own.placeholder} b", images=[random_image(0)], return_tensors="pt")
+    own = Processor(processor)
     tokenizer: Any = processor.tokenizer
+    ids = {kind: own.of(kind).token_id for kind in own.kinds}
+    if "image" in ids:
+        processor(text=f"a {own.of('image').placeholder} b", images=[random_image(0)], return_tensors="pt")
     for name, value in list(vars(config).items()):
-        if name in ("image_token_id", "image_token_index", "image_pad_token_id") and "image_token_id" not in TOKENS.get(
-            model_type, {}
-        ):
-            setattr(config, name, own.token_id)
+        kind, _, rest = name.partition("_")
+        is_place = kind in ids and rest in ("token_id", "token_index", "pad_token_id")
+        if is_place and f"{kind}_token_id" not in TOKENS.get(model_type, {}):
+            setattr(config, name, ids[kind])
         elif name.endswith("_token_id") and name[:4] not in ("pad_", "bos_", "eos_") and name[0] != "_" and value:
             attribute = name.removesuffix("_id")
             mark = getattr(processor, attribute, None) or getattr(tokenizer, attribute)

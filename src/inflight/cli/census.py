@@ -20,7 +20,8 @@ from inflight.cli.options import quiet_libraries
 @click.option("--json", "as_json", is_flag=True, help="Report as JSON instead of Markdown.")
 @click.option("--timeout", type=click.FloatRange(min=1), default=60.0, help="Most seconds per class.")
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Classes examined at once.")
-@click.option("--images", is_flag=True, help="Examine the classes that read images, with images.")
+@click.option("--images", "items", flag_value="images", help="Examine the classes that read images, with images.")
+@click.option("--sounds", "items", flag_value="sounds", help="Examine the classes that read sounds, with sounds.")
 @click.option("--peer", is_flag=True, help="Let transformers' own continuous batching run each model, too.")
 @click.option(
     "--min-exact",
@@ -33,7 +34,7 @@ def census(
     as_json: bool,
     timeout: float,
     jobs: int,
-    images: bool,
+    items: str | None,
     peer: bool,
     min_exact: int | None,
 ) -> None:
@@ -46,19 +47,19 @@ def census(
     from inflight.census.finding import Finding
     from inflight.census.report import summary, to_json, to_markdown, versions
     from inflight.census.runner import run_census, select
-    from inflight.census.tiny_configs import CLASSES, IMAGE_CLASSES
+    from inflight.census.tiny_configs import CLASSES, CLASSES_WITH
 
-    if images and peer:
-        raise click.UsageError("--peer is for text; it cannot be given with --images")
-    classes = select(IMAGE_CLASSES if images else CLASSES, names)
+    if items and peer:
+        raise click.UsageError(f"--peer is for text; it cannot be given with --{items}")
+    classes = select(CLASSES_WITH[items] if items else CLASSES, names)
 
     def tell(finding: Finding) -> None:
         how = finding.executor or ""
         print(f"{finding.model_type}: {finding.outcome} {how} {finding.reason}".rstrip(), file=sys.stderr, flush=True)
 
-    findings = run_census(classes, timeout, jobs, peer, images, tell)
+    findings = run_census(classes, timeout, jobs, peer, items or "", tell)
     print(summary(findings), file=sys.stderr)
-    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions(), names, images)
+    text = to_json(findings, versions()) if as_json else to_markdown(findings, versions(), names, items or "")
     if output is None:
         print(text)
     else:

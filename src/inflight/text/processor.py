@@ -75,6 +75,11 @@ class Processor:
             raise InvalidRequestError(f"the model {source!r} reads no images and no sounds")
         return processor
 
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What it reads."""
+        return tuple(self._readers)
+
     def of(self, kind: str) -> Reader:
         """What reads items of this kind. Raises `InvalidRequestError` if nothing does."""
         if kind not in self._readers:
@@ -145,9 +150,14 @@ class Reader:
         self.kind = kind
         self._inner, self._part, self._given_token_id = inner, part, token_id
 
+    @property
+    def sampling_rate(self) -> int:
+        """Of the sounds that the processor takes, in Hz."""
+        return int(self._part.sampling_rate)
+
     def open(self, source: ImageSource | SoundSource) -> Any:
         """An item as the processor takes it. Raises `InvalidRequestError`."""
-        return open_image(source) if self.kind == "image" else open_sound(source, self._part.sampling_rate)
+        return open_image(source) if self.kind == "image" else open_sound(source, self.sampling_rate)
 
     def items(self, opened: Sequence[Any], token_ids: Sequence[int]) -> list[EncoderInput]:
         """The items of a prompt, each read alone.
@@ -203,7 +213,7 @@ class Reader:
         for one."""
         import numpy as np
 
-        rate = self._part.sampling_rate if self.kind == "audio" else 0
+        rate = self.sampling_rate if self.kind == "audio" else 0
         small = np.zeros(rate, np.float32) if rate else np.zeros((SAMPLE_SIDE, SAMPLE_SIDE, 3), np.uint8)
         try:
             processed = _process(self._inner, placeholder, {self.kind: [self.open(small)]}, False)

@@ -17,6 +17,8 @@ from inflight.execution.multimodal.sequence_inputs import as_tensor
 
 DEEP = "deepstack_features"
 """The field of an encoder's output with rows for each of a few layers."""
+MASK = "attention_mask"
+"""The field that tells which rows are no padding (Gemma 4's sounds)."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
 
@@ -59,7 +61,8 @@ def rows_of(output: ModelOutput, item: EncoderInput) -> Rows:
     """The rows in an encoder's output. Raises `ModelError` if they are not as many as the item's placeholders."""
     rows = {}
     if (pooled := output.get("pooler_output", output.get("last_hidden_state"))) is not None:
-        rows[0] = _flat(pooled)
+        mask = output.get(MASK)
+        rows[0] = _flat(pooled if mask is None else pooled[mask])
     for number, each in enumerate(output.get(DEEP) or (), start=1):
         layer, features = each if isinstance(each[0], int) else (number, each)  # Granite Vision names the layer
         rows[layer] = _flat(features)
@@ -93,7 +96,7 @@ def repeated(output: ModelOutput, number: int) -> ModelOutput:
         return [*value] * number
 
     given = dict(output)
-    for name in ("pooler_output", "last_hidden_state"):
+    for name in ("pooler_output", "last_hidden_state", MASK):
         if given.get(name) is not None:
             given[name] = again(given[name])
     if given.get(DEEP) is not None:

@@ -114,7 +114,8 @@ class Proof:
             if self.item.kind == "image" and OUTPUTS in parameters:
                 options[OUTPUTS] = {self.item.kind: outputs}
             else:
-                options |= arguments(self._model, self.item, parameters)
+                given = arguments(self._model, self.item, parameters)
+                options |= {name: torch.cat([each] * number) for name, each in given.items()}
                 encoding = answering(self._model, self.item.kind, outputs)
 
         def attend(

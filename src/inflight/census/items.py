@@ -1,8 +1,10 @@
-"""Examines a class with images: compares the engine's tokens with those of the plain model's `generate`."""
+"""Examines a class with images or sounds: compares the engine's tokens with those of the plain model's `generate`."""
 
 import copy
 import time
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,10 +12,11 @@ from transformers import PreTrainedModel, ProcessorMixin
 
 from inflight.census.finding import Finding, first_line
 from inflight.census.sensitive import sensitive_model
-from inflight.census.tiny_configs import IMAGE_CLASSES
-from inflight.census.tiny_processors import multimodal_class, random_image, tiny_with_processor
+from inflight.census.tiny_configs import CLASSES_WITH
+from inflight.census.tiny_processors import multimodal_class, random_image, random_sound, tiny_with_processor
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.contracts.api.params import SamplingParams
+from inflight.contracts.step.multimodal import KINDS
 from inflight.entrypoints.llm import LLM
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.text.processor import Processor
@@ -28,16 +31,25 @@ TEXTS: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("a{0}b{0}c{0}", (2, 0, 1)),
 )
 """Prompts, and the numbers of their images."""
+WITH_ONE: tuple[tuple[str, tuple[int, ...]], ...] = (
+    ("The quick", ()),
+    ("What is {0} fox", (0,)),
+    ("{0}?", (1,)),
+    ("What is {0} fox, and why", (0,)),
+    ("a{0}b", (2,)),
+)
+"""And of their sounds: many processors take one a prompt."""
 BUDGETS = (24, 1024)
 """Tokens of a step: chunks end within images; or, where images run whole, room for the largest."""
 
 
-def examine_images(model_type: str) -> Finding:
-    """Examine a class of `IMAGE_CLASSES` with images."""
+def examine_with(items: str, model_type: str) -> Finding:
+    """Examine a class of `CLASSES_WITH` with "images" or "sounds"."""
     start = time.perf_counter()
-    finding = Finding(model_type, IMAGE_CLASSES[model_type], "not built")
+    kind = next(kind for kind, name in KINDS.items() if name == items)
+    finding = Finding(model_type, CLASSES_WITH[items][model_type], "not built")
     try:
-        config, processor = tiny_with_processor(model_type)
+        config, processor = tiny_with_processor(model_type, kind)
         if config.is_encoder_decoder:
             return replace(finding, outcome="not causal", reason="it is an encoder-decoder")
         model, sensitivity = sensitive_model(multimodal_class(model_type), config)
@@ -48,29 +60,32 @@ def examine_images(model_type: str) -> Finding:
             num_distinct=sensitivity.num_distinct,
             factor=sensitivity.factor,
         )
-        expected = [_plain(model, processor, text, numbers) for text, numbers in _prompts(processor)]
-        finding = _compared(model, processor, expected, replace(finding, outcome="failed"))
+        prompts = _prompts(processor, kind)
+        expected = [_plain(model, processor, each) for each in prompts]
+        finding = _compared(model, processor, prompts, expected, replace(finding, outcome="failed"))
     except Exception as error:
         finding = replace(finding, reason=first_line(error))
     return replace(finding, seconds=time.perf_counter() - start)
 
 
-def _prompts(processor: ProcessorMixin) -> list[tuple[str, tuple[int, ...]]]:
-    placeholder = Processor(processor).of("image").placeholder
-    return [(text.format(placeholder), numbers) for text, numbers in TEXTS]
+def _prompts(processor: ProcessorMixin, kind: str) -> list[dict[str, Any]]:
+    reader = Processor(processor).of(kind)
+    name, given = "images", TEXTS
+    made: Callable[[int], Any] = random_image
+    if kind == "audio":
+        name, made, given = "audios", partial(random_sound, reader.sampling_rate), WITH_ONE
+    return [{"prompt": text.format(reader.placeholder), name: list(map(made, which))} for text, which in given]
 
 
 @torch.no_grad()
-def _plain(
-    model: PreTrainedModel, processor: ProcessorMixin, text: str, numbers: tuple[int, ...]
-) -> tuple[list[int], torch.Tensor]:
+def _plain(model: PreTrainedModel, processor: ProcessorMixin, prompt: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
     """The plain model's tokens, and the logits `[NUM_TOKENS, V]` from which they were chosen."""
-    if numbers:
+    given = {name: each for name, each in (("images", prompt.get("images")), ("audio", prompt.get("audios"))) if each}
+    if given:
         types = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in forward_parameters(model) else {}
-        images = [random_image(number) for number in numbers]
-        read: Any = processor(text=text, images=images, return_tensors="pt", **types).to(model.dtype)
+        read: Any = processor(text=prompt["prompt"], return_tensors="pt", **given, **types).to(model.dtype)
     else:
-        read = processor.tokenizer(text, return_tensors="pt", return_token_type_ids=False)
+        read = processor.tokenizer(prompt["prompt"], return_tensors="pt", return_token_type_ids=False)
     output: Any = copy.deepcopy(model).generate(
         **read,
         max_new_tokens=NUM_TOKENS,
@@ -82,14 +97,14 @@ def _plain(
 
 
 def _compared(
-    model: PreTrainedModel, processor: ProcessorMixin, expected: list[tuple[list[int], torch.Tensor]], finding: Finding
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
+    prompts: list[dict[str, Any]],
+    expected: list[tuple[list[int], torch.Tensor]],
+    finding: Finding,
 ) -> Finding:
     """Run the engine, twice: the second time with prefixes from the cache."""
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    prompts = [
-        {"prompt": text, "images": [random_image(number) for number in numbers]} if numbers else text
-        for text, numbers in _prompts(processor)
-    ]
     for budget in BUDGETS:
         options = {"max_num_batched_tokens": budget, "max_num_seqs": 4, "num_blocks": 1600, "block_size": 4}
         try:

@@ -2,16 +2,17 @@
 
 import inspect
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils import ModelOutput
 
-from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import KINDS, EncoderInput, placeholder_id
+from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.multimodal.sequence_inputs import as_tensor
 
@@ -35,9 +36,40 @@ def encode(model: PreTrainedModel, item: EncoderInput) -> ModelOutput:
     for weight in (each for part in encoders(model) for each in part.state_dict(keep_vars=True).values()):
         # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
         weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
-    features = getattr(model.base_model, f"get_{item.kind}_features")
-    output: ModelOutput = features(**arguments(model, item, inspect.signature(features).parameters), return_dict=True)
-    return output
+    if (features := getattr(model.base_model, f"get_{item.kind}_features", None)) is not None:
+        given = arguments(model, item, inspect.signature(features).parameters)
+        output: ModelOutput = features(**given, return_dict=True)
+        hidden_size = model.get_input_embeddings().weight.shape[1]
+        if all(each.shape == (len(item.places), hidden_size) for each in rows_of(output).values()):
+            return output
+    return _caught(model, item)
+
+
+class CaughtOutput(BaseModelOutputWithPooling):  # type: ignore[misc]
+    """The input embeddings of the language model, after the model has put an item in place of its tokens."""
+
+
+class _Caught(Exception):
+    """Ends a forward pass before its language model runs."""
+
+
+def _caught(model: PreTrainedModel, item: EncoderInput) -> CaughtOutput:
+    """What the model puts in place of the tokens of an item, in a prompt of nothing else: what its encoder gives is
+    projected or padded, or has no function of its own."""
+    found: list[Tensor] = []
+
+    def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+        found.append(kwargs["inputs_embeds"])
+        raise _Caught
+
+    hook = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
+    row = torch.full((1, len(item.places)), placeholder_id(model.config, item.kind) or 0)
+    try:
+        with suppress(_Caught):
+            model(input_ids=row, use_cache=False, **arguments(model, item, forward_parameters(model)))
+    finally:
+        hook.remove()
+    return CaughtOutput(pooler_output=found[0])
 
 
 def arguments(model: PreTrainedModel, item: EncoderInput, names: Collection[str]) -> dict[str, Tensor]:
@@ -57,8 +89,8 @@ def answering(model: PreTrainedModel, kind: str, output: ModelOutput) -> Iterato
         delattr(model.base_model, name)
 
 
-def rows_of(output: ModelOutput, item: EncoderInput) -> Rows:
-    """The rows in an encoder's output. Raises `ModelError` if they are not as many as the item's placeholders."""
+def rows_of(output: ModelOutput) -> Rows:
+    """The rows in an encoder's output."""
     rows = {}
     if (pooled := output.get("pooler_output", output.get("last_hidden_state"))) is not None:
         mask = output.get(MASK)
@@ -67,8 +99,6 @@ def rows_of(output: ModelOutput, item: EncoderInput) -> Rows:
         layer, features = each if isinstance(each[0], int) else (number, each)  # Granite Vision names the layer
         rows[layer] = _flat(features)
     rows.setdefault(0, torch.zeros_like(next(iter(rows.values()))))
-    if (number := len(rows[0])) != len(item.places):
-        raise ModelError(f"an {item.kind} has {len(item.places)} placeholders, but {number} encoder outputs")
     return rows
 
 
@@ -106,5 +136,6 @@ def repeated(output: ModelOutput, number: int) -> ModelOutput:
 
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:
     """What a model encodes, besides text: "image", "audio"."""
-    encoded = [kind for kind in KINDS if hasattr(model.base_model, f"get_{kind}_features")]
+    base = model.base_model
+    encoded = [kind for kind in KINDS if encoders(model) or hasattr(base, f"get_{kind}_features")]
     return tuple(kind for kind in encoded if placeholder_id(model.config, kind) is not None)

@@ -160,7 +160,7 @@ class EncoderOutputs:
                     if item.kind not in self._proved:
                         with with_attention(self._model, BETWEEN):
                             output = encode(self._model, item)
-                        self._kept[item.digest] = rows_of(output, item)
+                        self._kept[item.digest] = rows_of(output)
                         self._prove(Proof(self._model, token_ids, sequence, item, output))
         except EncodingError as error:
             raise InvalidRequestError(str(error)) from error
@@ -211,7 +211,7 @@ class EncoderOutputs:
         if output is None:
             self._begun = begun
         else:
-            self._kept[item.digest] = rows_of(output, item)
+            self._kept[item.digest] = rows_of(output)
 
 
 @contextmanager

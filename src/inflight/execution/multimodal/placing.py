@@ -12,6 +12,18 @@ from inflight.execution.kernels import delete_with, kernels_available
 from inflight.execution.multimodal.encoder import Part, Rows, num_deep_layers
 
 
+class _PlacedInput(nn.Module):
+    """A language model whose next input embeddings change in some rows, after what a model does with them itself."""
+
+    placing: "Placing"
+
+    def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Any:
+        """As the module, with these rows."""
+        if inputs_embeds is not None:
+            self.placing.place(inputs_embeds.view(-1, inputs_embeds.shape[-1]), 0)
+        return super().forward(*args, inputs_embeds=inputs_embeds, **kwargs)
+
+
 class _Placed(nn.Module):
     """A module whose next output changes in some rows."""
 
@@ -27,22 +39,25 @@ class _Placed(nn.Module):
 
 
 class Placing:
-    """Hooks the input embedding and the first layers of `model`, which is exclusively ours.
+    """Hooks the language model and the first layers of `model`, which is exclusively ours.
 
     Attributes:
-        handles: the kernels', by layer: 0 for the embedding, k for the k-th layer's output; empty: without kernels.
+        handles: the kernels', by layer: 0 for input embeddings, k for the k-th layer's output; empty: without kernels.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._next: dict[int, tuple[Tensor, Tensor]] = {}  # rows and places, by layer
         self.handles: list[int] = []
         self._num_deep = number = num_deep_layers(model)
-        modules = [model.get_input_embeddings(), *(model.get_decoder().layers[:number] if number else ())]
-        self._nothing = torch.empty(0, modules[0].weight.shape[1], dtype=model.dtype), torch.empty(0, dtype=torch.int64)
+        decoder, embedding = model.get_decoder(), model.get_input_embeddings()
+        modules = [embedding if decoder in (model, model.base_model) else decoder]
+        modules += decoder.layers[:number] if number else ()
+        self._nothing = torch.empty(0, embedding.weight.shape[1], dtype=model.dtype), torch.empty(0, dtype=torch.int64)
         has_kernel = model.device.type == "cpu" and kernels_available() and model.dtype != torch.float16
         for layer, module in enumerate(modules):
             kind = type(module)
-            module.__class__ = type(f"Placed{kind.__name__}", (_Placed, kind), {})
+            hook = _PlacedInput if module is decoder else _Placed
+            module.__class__ = type(f"Placed{kind.__name__}", (hook, kind), {})
             module.placing, module.layer = self, layer
             if has_kernel:
                 self.handles.append(torch.ops.inflight.new_placing())

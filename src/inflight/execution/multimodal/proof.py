@@ -15,7 +15,7 @@ from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import EncoderInput
 from inflight.execution.hf.hook import MASKED, attend_with, with_attention
 from inflight.execution.hf.model_call import forward_parameters
-from inflight.execution.multimodal.encoder import OUTPUTS, answering, arguments, repeated, rows_of
+from inflight.execution.multimodal.encoder import OUTPUTS, CaughtOutput, answering, arguments, repeated, rows_of
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs
 
@@ -84,7 +84,7 @@ class Proof:
 
     def allows(self, placing: Placing) -> bool:
         """Whether logits have the same bits with rows that are placed."""
-        return placing.fits(rows_of(self._output, self.item)) and torch.equal(self._run(1, placing), self._run(1))
+        return placing.fits(rows_of(self._output)) and torch.equal(self._run(1, placing), self._run(1))
 
     def seen(self) -> Seen:
         """Which of the item's tokens see each other, by the model's masks for two such items. Raises `ModelError` if a
@@ -106,17 +106,18 @@ class Proof:
         encoding: AbstractContextManager[None] = nullcontext()
         if placing is not None:
             where = torch.tensor(self.item.places) - self._start
-            placing.put([(rows_of(self._output, self.item), slice(None), where)])
+            placing.put([(rows_of(self._output), slice(None), where)])
         else:
             for name, types in self._sequence.types.items():
                 options[name] = types[None, self._start : self._stop].repeat(1, number)
-            outputs = repeated(self._output, number)
-            if self.item.kind == "image" and OUTPUTS in parameters:
+            outputs, is_caught = repeated(self._output, number), isinstance(self._output, CaughtOutput)
+            if self.item.kind == "image" and OUTPUTS in parameters and not is_caught:
                 options[OUTPUTS] = {self.item.kind: outputs}
             else:
                 given = arguments(self._model, self.item, parameters)
                 options |= {name: torch.cat([each] * number) for name, each in given.items()}
-                encoding = answering(self._model, self.item.kind, outputs)
+                if not is_caught:
+                    encoding = answering(self._model, self.item.kind, outputs)
 
         def attend(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]

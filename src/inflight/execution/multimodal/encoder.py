@@ -20,6 +20,8 @@ DEEP = "deepstack_features"
 """The field of an encoder's output with rows for each of a few layers."""
 MASK = "attention_mask"
 """The field that tells which rows are no padding (Gemma 4's sounds)."""
+WITHIN = ("hidden_states", "attentions")
+"""Fields of the encoder's own layers."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
 
@@ -117,21 +119,27 @@ def _flat(features: Any) -> Tensor:
     return torch.cat([each.reshape(-1, each.shape[-1]) for each in features])
 
 
-def repeated(output: ModelOutput, number: int) -> ModelOutput:
-    """An encoder's output for an item, as for this many equal items."""
+def output_of(like: ModelOutput, rows: Rows, number: int) -> ModelOutput:
+    """An encoder's output with these rows, for this many equal items; all else as in `like`."""
+    num_rows = len(rows[0])
 
-    def again(value: Any) -> Any:
+    def contained(value: Any, layer: int) -> Any:
         if isinstance(value, Tensor):
-            return torch.cat([value] * number)
-        return [*value] * number
+            return (torch.cat if value.dim() == 2 else torch.stack)([rows[layer]] * number)
+        return [rows[layer]] * number
 
-    given = dict(output)
-    for name in ("pooler_output", "last_hidden_state", MASK):
-        if given.get(name) is not None:
-            given[name] = again(given[name])
-    if given.get(DEEP) is not None:
-        given[DEEP] = [(each[0], again(each[1])) if isinstance(each[0], int) else again(each) for each in given[DEEP]]
-    return type(output)(**given)
+    given = {name: each for name, each in like.items() if name not in WITHIN}
+    for name in given.keys() & {"pooler_output", "last_hidden_state"}:
+        given[name] = contained(given[name], 0)
+    if MASK in given:
+        given[MASK] = torch.ones(number, num_rows, dtype=torch.bool)
+    if DEEP in given:
+        layers = enumerate(given[DEEP], start=1)
+        given[DEEP] = [
+            (each[0], contained(each[1], each[0])) if isinstance(each[0], int) else contained(each, layer)
+            for layer, each in layers
+        ]
+    return type(like)(**given)
 
 
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:

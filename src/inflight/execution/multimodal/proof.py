@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,15 +12,17 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.step.multimodal import EncoderInput
+from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.execution.hf.hook import MASKED, attend_with, with_attention
 from inflight.execution.hf.model_call import forward_parameters
-from inflight.execution.multimodal.encoder import OUTPUTS, CaughtOutput, answering, arguments, repeated, rows_of
+from inflight.execution.multimodal.encoder import OUTPUTS, CaughtOutput, answering, arguments, output_of, rows_of
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs
 
 NUM_AROUND = 8
 """Tokens around an item, and rows of logits that are compared."""
+MAX_PLACES = 32
+"""Placeholders of the item that are looked at."""
 
 
 @dataclass(slots=True)
@@ -29,13 +31,11 @@ class Seen:
 
     Attributes:
         ranges: the ranges of tokens that a model may take for an item, by name (`SequenceInputs.ranges`).
-        length: tokens from the item's first to its last.
         by_call: for each attention call, whose ranges see each other; None: no tokens see any after them.
         window: the least of attention in which they do; None: there is none.
     """
 
     ranges: Mapping[str, Sequence[tuple[int, int]]]
-    length: int
     by_call: list[str | None] = field(default_factory=list)
     window: int | None = None
 
@@ -53,7 +53,7 @@ class Seen:
             found = next(alike, None)
             if found is None:
                 return False
-            if window is not None and self.length <= window < num_tokens:  # longer ones might be seen beyond the window
+            if window is not None:  # items that are longer might be seen beyond the window
                 self.window = min(self.window or window, window)
         self.by_call.append(found)
         return True
@@ -74,22 +74,28 @@ class Proof:
         item: EncoderInput,
         output: ModelOutput,
     ) -> None:
-        self._model, self._sequence, self.item, self._output = model, sequence, item, output
+        self._model, self._output = model, output
         begin, end = item.places[0], item.places[-1] + 1
         before = max((each.places[-1] + 1 for each in sequence.given.items if each.places[-1] < begin), default=0)
         after = min((each.places[0] for each in sequence.given.items if each.places[0] >= end), default=len(token_ids))
-        self._start, self._stop = max(before, begin - NUM_AROUND), min(end + NUM_AROUND, after)
-        self._token_ids = torch.tensor(token_ids[self._start : self._stop], device=model.device)
-        self._length = end - begin
+        number = len(item.places) if isinstance(output, CaughtOutput) else min(len(item.places), MAX_PLACES)
+        start, stop, last = max(before, begin - NUM_AROUND), min(end + NUM_AROUND, after), item.places[number - 1]
+        kept = [*range(start, last + 1), *range(end, stop)]
+        self._token_ids = torch.tensor([token_ids[each] for each in kept], device=model.device)
+        own = replace(item, places=[place - start for place in item.places[:number]])
+        types = {name: each[kept] for name, each in sequence.types.items()}
+        self._sequence = SequenceInputs(MultimodalInputs([own]), sequence.positions[:, kept], types)
+        self._rows = {layer: each[:number] for layer, each in rows_of(output).items()}
+        self.item = own
 
     def allows(self, placing: Placing) -> bool:
         """Whether logits have the same bits with rows that are placed."""
-        return placing.fits(rows_of(self._output)) and torch.equal(self._run(1, placing), self._run(1))
+        return placing.fits(self._rows) and torch.equal(self._run(1, placing), self._run(1))
 
     def seen(self) -> Seen:
         """Which of the item's tokens see each other, by the model's masks for two such items. Raises `ModelError` if a
         token sees anything after it that is not of the same item."""
-        seen = Seen(self._sequence.ranges(self.item.kind, self._start, self._stop, 2), self._length)
+        seen = Seen(self._sequence.ranges(self.item.kind, 0, len(self._token_ids), 2))
         self._run(2, seen=seen)
         return seen
 
@@ -101,23 +107,23 @@ class Proof:
         options: dict[str, Any] = {}
         if seen is None and "logits_to_keep" in parameters:  # Gemma 4 masks only rows whose logits it keeps
             options["logits_to_keep"] = NUM_AROUND
-        positions = self._sequence.positions[:, self._start : self._stop].repeat(1, number)
+        positions = self._sequence.positions.repeat(1, number)
         positions = torch.arange(len(row))[None] if len(positions) == 1 else positions[:, None]
         encoding: AbstractContextManager[None] = nullcontext()
         if placing is not None:
-            where = torch.tensor(self.item.places) - self._start
-            placing.put([(rows_of(self._output), slice(None), where)])
+            placing.put([(self._rows, slice(None), torch.tensor(self.item.places))])
         else:
             for name, types in self._sequence.types.items():
-                options[name] = types[None, self._start : self._stop].repeat(1, number)
-            outputs, is_caught = repeated(self._output, number), isinstance(self._output, CaughtOutput)
+                options[name] = types.repeat(1, number)
+            is_caught = isinstance(self._output, CaughtOutput)
+            output = self._output if is_caught else output_of(self._output, self._rows, number)
             if self.item.kind == "image" and OUTPUTS in parameters and not is_caught:
-                options[OUTPUTS] = {self.item.kind: outputs}
+                options[OUTPUTS] = {self.item.kind: output}
             else:
                 given = arguments(self._model, self.item, parameters)
                 options |= {name: torch.cat([each] * number) for name, each in given.items()}
                 if not is_caught:
-                    encoding = answering(self._model, self.item.kind, outputs)
+                    encoding = answering(self._model, self.item.kind, output)
 
         def attend(
             module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, kwargs: dict[str, Any]

@@ -129,7 +129,7 @@ def test_an_image_that_cannot_be_encoded_ends_its_own_sequence_only(
     monkeypatch.setattr(model, "get_image_features", failing)
     found = engine.outputs(*prompts)
     assert [each.outputs[0].finish_reason for each in found] == ["length", "error", "length"]
-    assert str(found[1].error).startswith("the model cannot encode the images: no such tile")
+    assert str(found[1].error).startswith("the model's encoder fails: no such tile")
     assert [list(found[each].outputs[0].token_ids) for each in (0, 2)] == [expected[0], expected[2]]
 
 

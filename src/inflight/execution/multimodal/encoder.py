@@ -1,6 +1,7 @@
 """Runs a model's image and sound encoders, one item at a time."""
 
 import inspect
+import threading
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
@@ -59,10 +60,12 @@ def _caught(model: PreTrainedModel, item: EncoderInput) -> CaughtOutput:
     """What the model puts in place of the tokens of an item, in a prompt of nothing else: what its encoder gives is
     projected or padded, or has no function of its own."""
     found: list[Tensor] = []
+    thread = threading.get_ident()  # steps may run in another one meanwhile
 
     def catch(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
-        found.append(kwargs["inputs_embeds"])
-        raise _Caught
+        if threading.get_ident() == thread:
+            found.append(kwargs["inputs_embeds"])
+            raise _Caught
 
     hook = model.get_decoder().register_forward_pre_hook(catch, with_kwargs=True)
     row = torch.full((1, len(item.places)), placeholder_id(model.config, item.kind) or 0)

@@ -222,4 +222,4 @@ def _failing(sequence_id: int) -> Iterator[None]:
     except ModelError as error:
         raise EncodingError(sequence_id, str(error)) from error
     except Exception as error:  # the model's own code can raise anything
-        raise EncodingError(sequence_id, f"the model cannot encode the images: {first_line(error)}") from error
+        raise EncodingError(sequence_id, f"the model's encoder fails: {first_line(error)}") from error

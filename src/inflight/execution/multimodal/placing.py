@@ -50,7 +50,7 @@ class Placing:
         self.handles: list[int] = []
         self._num_deep = number = num_deep_layers(model)
         decoder, embedding = model.get_decoder(), model.get_input_embeddings()
-        modules = [embedding if decoder in (model, model.base_model) else decoder]
+        modules = [embedding if decoder in (None, model, model.base_model) else decoder]
         modules += decoder.layers[:number] if number else ()
         self._nothing = torch.empty(0, embedding.weight.shape[1], dtype=model.dtype), torch.empty(0, dtype=torch.int64)
         has_kernel = model.device.type == "cpu" and kernels_available() and model.dtype != torch.float16

@@ -75,7 +75,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "audio_config": "gemma4_unified_audio",
         **_SEE_EACH_OTHER,
     },
-    "nemotron_h_omni": {"audio_config": "parakeet_encoder"},
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),

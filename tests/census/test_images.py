@@ -1,4 +1,4 @@
-"""The census with images."""
+"""The census with images and sounds."""
 
 import pytest
 from click.testing import CliRunner
@@ -8,13 +8,17 @@ from inflight.census.report import to_markdown
 from inflight.cli import app
 
 
-@pytest.mark.parametrize("model_type", ["llava", "gemma3"])
-def test_a_class_is_exact_with_images(model_type: str) -> None:
-    finding = examine_with("images", model_type)
+@pytest.mark.parametrize(
+    ("items", "model_type"),
+    [("images", "llava"), ("images", "gemma3"), ("sounds", "glmasr"), ("sounds", "qwen2_audio")],
+)
+def test_a_class_is_exact_with(items: str, model_type: str) -> None:
+    """Qwen2-Audio has no function that encodes."""
+    finding = examine_with(items, model_type)
     assert (finding.outcome, finding.executor, finding.in_one_piece) == ("exact", "packed", False), finding
     assert finding.num_tokens == 80
-    document = to_markdown([finding], {"torch": "2"}, [model_type], items="images")
-    assert f"Made by `inflight census --images --class {model_type}`" in document
+    document = to_markdown([finding], {"torch": "2"}, [model_type], items=items)
+    assert f"Made by `inflight census --{items} --class {model_type}`" in document
     assert "80 tokens were compared.\n" in document
 
 

@@ -256,15 +256,18 @@ class _Remembering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
-    def __call__(self, items: Any, *args: Any, **kwargs: Any) -> Any:
-        digest = blake2b(repr((args, sorted(kwargs.items()))).encode(), digest_size=32)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        named = next((name for name in ("images", "audio", "raw_speech") if name in kwargs), "")
+        items = args[0] if args else kwargs.get(named)
+        others = args[1:], sorted((name, each) for name, each in kwargs.items() if args or name != named)
+        digest = blake2b(repr(others).encode(), digest_size=32)
         try:
             _add(digest, items)
         except AttributeError:  # a processor has made something else of them
-            return self._inner(items, *args, **kwargs)
+            return self._inner(*args, **kwargs)
         key = digest.digest()
         if key not in self._kept:
-            result = self._inner(items, *args, **kwargs)
+            result = self._inner(*args, **kwargs)
             self._kept[key] = sum(getattr(each, "nbytes", 0) for each in result.values()), result
             while len(self._kept) > 1 and sum(size for size, _ in self._kept.values()) > MAX_BYTES:
                 self._kept.popitem(last=False)

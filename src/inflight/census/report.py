@@ -95,7 +95,7 @@ def _introduction(names: Sequence[str], items: str) -> str:
     whole = "a causal language model or to a multimodal one, given text alone"
     some = "causal language models and to multimodal ones, given text alone"
     if items:
-        whole = some = {"images": "image-text-to-text", "sounds": "a multimodal one and gives a feature extractor"}[items]
+        whole = some = {"images": "image-text-to-text", "sounds": "a multimodal one with a feature extractor"}[items]
     classes = f"every class that `transformers` maps to {whole}"
     if names:
         classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to {some}"

@@ -95,6 +95,22 @@ def test_answers_are_those_of_the_plain_model(
     assert len({tuple(each) for each in expected}) > 3
 
 
+@pytest.mark.parametrize("has_kernels", [pytest.param(True, marks=needs_kernels), False])
+def test_rows_of_several_layers_and_of_one_go_into_a_step(has_kernels: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An image beside a sound (Qwen3-Omni)."""
+    if not has_kernels:
+        monkeypatch.setattr(placing, "kernels_available", lambda: False)
+    own = placing.Placing(
+        tiny("qwen3_vl", lambda config: setattr(config.vision_config, "deepstack_visual_indexes", [1]))
+    )
+    image, sound = (torch.full((2, 64), value) for value in (2.0, 3.0))
+    own.put([({0: image, 1: image}, slice(2), torch.tensor([0, 1])), ({0: sound}, slice(1, 2), torch.tensor([3]))])
+    for layer, expected in ((0, [2, 2, 1, 3]), (1, [3, 3, 1, 1]), (0, [1, 1, 1, 1]), (1, [1, 1, 1, 1])):
+        states = torch.ones(4, 64)
+        own.place(states, layer)
+        assert states[:, 0].tolist() == expected == states[:, -1].tolist()
+
+
 def test_an_encoder_keeps_its_frequencies_in_float32(model: PreTrainedModel) -> None:
     """As in `generate` of a checkpoint in bfloat16, whose frequencies are no weights."""
     model = copy.deepcopy(model)

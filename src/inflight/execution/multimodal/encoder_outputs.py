@@ -164,7 +164,8 @@ class EncoderOutputs:
                         self._prove(Proof(self._model, token_ids, sequence, item, output))
         except EncodingError as error:
             raise InvalidRequestError(str(error)) from error
-        whole = [each for kind, name in self._ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
+        kinds = {item.kind for item in inputs.items} & self._ranges.keys()
+        whole = [each for kind in kinds for each in sequence.ranges(kind, 0, len(token_ids))[self._ranges[kind]]]
         if (longest := max((end - start for start, end in whole), default=0)) > self._window:
             raise InvalidRequestError(
                 f"an image has {longest} tokens, more than the attention's window, {self._window}"

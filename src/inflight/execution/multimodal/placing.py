@@ -67,8 +67,9 @@ class Placing:
         """Change the states of the next forward pass. Only rows that `fits` allows."""
         before, self._next = self._next, {}
         for layer in {layer for rows, _, _ in parts for layer in rows}:
-            rows = torch.cat([rows[layer][which] for rows, which, _ in parts])
-            self._next[layer] = rows.to(self._nothing[0].dtype), torch.cat([where for _, _, where in parts])
+            of_layer = [(rows[layer][which], where) for rows, which, where in parts if layer in rows]
+            rows, places = map(torch.cat, zip(*of_layer, strict=True))
+            self._next[layer] = rows.to(self._nothing[0].dtype), places
         if self.handles:
             for layer in self._next | before:
                 given = self._next.get(layer, self._nothing)

@@ -27,7 +27,9 @@ from tests import others, zoo
 from tests.speculation.oracle import Oracle, make_it_ask
 
 NUM_REQUESTS = 40
-MAX_LOGIT_DIFFERENCE = 2e-5  # of the range of the reference's logits
+MAX_LOGIT_DIFFERENCE = 3e-5
+"""Of the range of the reference's logits. With AVX2 the plain Qwen 3 Next is up to 1.7e-5 from its results in float64,
+the engine up to 1.2e-5, and one up to 2.1e-5 from the other."""
 MAX_SHARE_OF_TIES = 0.005
 MIN_GAP = 1e-4  # of that range, between the two best tokens: far above CPU noise
 

@@ -202,6 +202,6 @@ def _layers_of(module: nn.Module) -> Iterator[tuple[PanelLinear, int, int]]:
 def _router_layer(module: nn.Module) -> PrepackedLinear | None:
     """The layer of a module with a caught matrix, in one dtype. It gets a few padding rows."""
     weight = module._parameters.get("weight")
-    if isinstance(weight, CaughtMatrix) and len(weight.prepacked) == 1:
+    if type(weight) is CaughtMatrix and len(weight.prepacked) == 1:
         return next(iter(weight.prepacked.values()))
     return None

@@ -1,6 +1,6 @@
-"""Parameters that a model multiplies with outside linear layers: routers, and experts run by its own code. Tensor
-subclasses intercept these products and run them with prepacked matrices, so that a token gets the same bits in any
-batch. Otherwise they behave as parameters.
+"""Parameters that a model multiplies with outside linear layers: routers, Mamba's projections of time steps, and experts
+run by its own code. Tensor subclasses intercept these products and run them with prepacked matrices, so that a token
+gets the same bits in any batch. Otherwise they behave as parameters.
 """
 
 from collections.abc import Callable
@@ -17,6 +17,8 @@ from inflight.execution.weights.prepacked_linear import PrepackedLinear
 
 CONVERSIONS = (torch.Tensor.to, torch.Tensor.type, torch.Tensor.float)
 """Give a copy in another dtype."""
+
+PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
 
 
 class CaughtMatrix(nn.Parameter):
@@ -68,6 +70,19 @@ class CaughtMatrix(nn.Parameter):
         if self.dtype not in self.prepacked:
             self.prepacked[self.dtype] = PLAIN.prepack_linear(self.detach(), None)
         return self.prepacked[self.dtype]
+
+
+class LeftMatrix(CaughtMatrix):
+    """A matrix `[out, in]` that a model multiplies columns with: `matrix @ x`."""
+
+    @classmethod
+    def __torch_function__(
+        cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Intercept the product with `[…, in, T]`."""
+        if function in PRODUCTS and isinstance(args[0], LeftMatrix):
+            return args[0].project(args[1].transpose(-1, -2)).transpose(-1, -2)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
 def _linear(input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

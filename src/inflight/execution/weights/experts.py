@@ -16,7 +16,7 @@ from transformers.integrations.moe import ExpertsInterface, _default_apply_gate
 
 from inflight.execution.kernels import delete_with, kernels_available
 from inflight.execution.mixing.elementwise import BatchInvariantElementwise
-from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix
+from inflight.execution.weights.caught_matrices import CaughtMatrices, CaughtMatrix, LeftMatrix
 from inflight.execution.weights.formats import PLAIN, WeightFormat
 from inflight.execution.weights.layers import MIN_INVARIANT_ROWS
 from inflight.execution.weights.linear_calls import ACTIVATIONS, OwnForward
@@ -169,7 +169,11 @@ def prepack_experts(
 
 def prepack_routers(model: PreTrainedModel) -> None:
     """Prepack the routers of `model`, if it has experts: every matrix left by `prepack_experts` and `prepack_linears`,
-    in no layer or in one that is never called. Their probabilities are computed by our kernels, too."""
+    in no layer or in one that is never called. Their probabilities are computed by our kernels, too. And prepack Mamba's
+    projections of time steps, in layers that it never calls."""
+    for module in model.modules():
+        if hasattr(module, "A_log") and type(layer := getattr(module, "dt_proj", None)) is nn.Linear:
+            layer._parameters["weight"] = LeftMatrix.from_weight(layer.weight)
     if not any(
         hasattr(module, "inflight_experts")
         or any(isinstance(each, CaughtMatrices) for each in module.parameters(False))
@@ -178,7 +182,8 @@ def prepack_routers(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         weight = module._parameters.get("weight")
-        if weight is not None and weight.dim() == 2 and not isinstance(module, nn.Embedding):
+        is_left = weight is not None and weight.dim() == 2 and not isinstance(weight, LeftMatrix)
+        if is_left and not isinstance(module, nn.Embedding):
             module._parameters["weight"] = CaughtMatrix.from_weight(weight)
             if kernels_available():
                 module.forward = OwnForward(_run_batch_invariant, module.forward)

@@ -1,6 +1,6 @@
-"""Parameters that a model multiplies with outside linear layers: routers, Mamba's projections of time steps, and experts
-run by its own code. Tensor subclasses intercept these products and run them with prepacked matrices, so that a token
-gets the same bits in any batch. Otherwise they behave as parameters.
+"""Parameters that a model multiplies with outside linear layers: routers, Mamba's projections of time steps, and
+experts run by its own code. Tensor subclasses intercept these products and run them with prepacked matrices, so that a
+token gets the same bits in any batch. Otherwise they behave as parameters.
 """
 
 from collections.abc import Callable

@@ -169,8 +169,8 @@ def prepack_experts(
 
 def prepack_routers(model: PreTrainedModel) -> None:
     """Prepack the routers of `model`, if it has experts: every matrix left by `prepack_experts` and `prepack_linears`,
-    in no layer or in one that is never called. Their probabilities are computed by our kernels, too. And prepack Mamba's
-    projections of time steps, in layers that it never calls."""
+    in no layer or in one that is never called. Their probabilities are computed by our kernels, too. Also prepack
+    Mamba's projections of time steps, in layers that it never calls."""
     for module in model.modules():
         if hasattr(module, "A_log") and type(layer := getattr(module, "dt_proj", None)) is nn.Linear:
             layer._parameters["weight"] = LeftMatrix.from_weight(layer.weight)

@@ -246,7 +246,7 @@ class PackedExecutor:
         if self._longrope_length is not None:
             raise UntraceableError("its position embeddings depend on each sequence's length (LongRoPE)")
         if self.encoder_outputs is not None and not self.encoder_outputs.placing.handles:
-            raise UntraceableError("images need the kernels for that")
+            raise UntraceableError("only kernels can place encoder outputs in a graph, and there are none")
         if any(is_watched(module) for module in self.model.modules()):
             raise UntraceableError("there are hooks on its modules")
         nothing = RaggedBatch.empty(len(self.grouping.parts), self.model.device)

@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
-from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
+from inflight.contracts.step.multimodal import KINDS, EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_class import encoders
@@ -176,13 +176,13 @@ class EncoderOutputs:
         """Find what the model does with items of this kind. Raises `ModelError` if they cannot be given to it."""
         name, kind = type(self._model).__name__, proof.item.kind
         if not proof.allows(self.placing):
-            raise ModelError(f"{name} does more with an {kind} than to replace its tokens' embeddings")
+            raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
         seen = proof.seen()
         if any(seen.by_call):
             calls = self._attention_calls()
             if len(calls) != len(seen.by_call):
                 raise ModelError(
-                    f"{name} lets the tokens of an {kind} see each other, which needs the attention kernels"
+                    f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
                 )
             for call, found in zip(calls, seen.by_call, strict=True):
                 if found is not None:

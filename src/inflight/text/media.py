@@ -10,7 +10,8 @@ import binascii
 import io
 import os
 import re
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
@@ -49,11 +50,23 @@ def _opened(source: Any) -> AbstractContextManager[BinaryIO | None]:
     return nullcontext()
 
 
-def _unknown(what: str, source: Any, library: str) -> InvalidRequestError:
-    """The error for a file in no format that the library knows."""
-    is_path = isinstance(source, os.PathLike) or (isinstance(source, str) and not _DATA_URL.match(source))
-    named = repr(os.fspath(source)) if is_path else "it"
-    return InvalidRequestError(f"{what} cannot be read: {named} has no format that {library} knows")
+@contextmanager
+def _reading(what: str, source: Any, library: str, unknown: type[Exception]) -> Iterator[None]:
+    """Raise what is wrong with a source as `InvalidRequestError`, in one sentence.
+
+    Args:
+        unknown: the library's error for a file in no format that it knows.
+    """
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except unknown as error:
+        is_path = isinstance(source, os.PathLike) or (isinstance(source, str) and not _DATA_URL.match(source))
+        named = repr(os.fspath(source)) if is_path else "it"
+        raise InvalidRequestError(f"{what} cannot be read: {named} has no format that {library} knows") from error
+    except _ERRORS as error:
+        raise InvalidRequestError(f"{what} cannot be read: {one_line(error)}") from error
 
 
 def open_image(source: ImageSource) -> Image:
@@ -63,8 +76,8 @@ def open_image(source: ImageSource) -> Image:
         import PIL.ImageOps
     except ImportError as error:
         raise InvalidRequestError(NEEDS) from error
-    try:
-        with _opened(source) as file:
+    with _reading("an image", source, "Pillow", PIL.UnidentifiedImageError), _opened(source) as file:
+        try:
             if isinstance(source, PIL.Image.Image):
                 image = source
             else:
@@ -72,14 +85,8 @@ def open_image(source: ImageSource) -> Image:
             if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):
                 raise InvalidRequestError(f"an image has {image.width} x {image.height} pixels; that is too large")
             return PIL.ImageOps.exif_transpose(image).convert("RGB")
-    except InvalidRequestError:
-        raise
-    except PIL.UnidentifiedImageError as error:
-        raise _unknown("an image", source, "Pillow") from error
-    except _ERRORS as error:
-        raise InvalidRequestError(f"an image cannot be read: {one_line(error)}") from error
-    except PIL.Image.DecompressionBombError as error:
-        raise InvalidRequestError(f"an image is too large: {one_line(error)}") from error
+        except PIL.Image.DecompressionBombError as error:
+            raise InvalidRequestError(f"an image is too large: {one_line(error)}") from error
 
 
 def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
@@ -91,27 +98,20 @@ def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
         import soxr
     except (ImportError, OSError) as error:  # without libsndfile, too
         raise InvalidRequestError(NEEDS) from error
-    try:
-        with _opened(source) as file:
-            if file is None:
-                given, rate = source if isinstance(source, tuple) else (source, sampling_rate)
-                samples = np.asarray(given)
-                if samples.ndim != 1 or samples.dtype.kind != "f":
-                    shown = f"{list(samples.shape)} of {samples.dtype}"
-                    raise InvalidRequestError(f"a sound is an array {shown}; it must be [num_samples] of floats")
-                _check_length(len(samples), 1, rate, sampling_rate)
-            else:
-                with soundfile.SoundFile(file) as sound:
-                    rate = sound.samplerate
-                    _check_length(sound.frames, sound.channels, rate, sampling_rate)
-                    samples = sound.read(dtype="float32", always_2d=True).mean(axis=1)
+    with _reading("a sound", source, "libsndfile", soundfile.LibsndfileError), _opened(source) as file:
+        if file is None:
+            given, rate = source if isinstance(source, tuple) else (source, sampling_rate)
+            samples = np.asarray(given)
+            if samples.ndim != 1 or samples.dtype.kind != "f":
+                shown = f"{list(samples.shape)} of {samples.dtype}"
+                raise InvalidRequestError(f"a sound is an array {shown}; it must be [num_samples] of floats")
+            _check_length(len(samples), 1, rate, sampling_rate)
+        else:
+            with soundfile.SoundFile(file) as sound:
+                rate = sound.samplerate
+                _check_length(sound.frames, sound.channels, rate, sampling_rate)
+                samples = sound.read(dtype="float32", always_2d=True).mean(axis=1)
         samples = samples if rate == sampling_rate else soxr.resample(samples, rate, sampling_rate)
-    except InvalidRequestError:
-        raise
-    except soundfile.LibsndfileError as error:
-        raise _unknown("a sound", source, "libsndfile") from error
-    except _ERRORS as error:
-        raise InvalidRequestError(f"a sound cannot be read: {one_line(error)}") from error
     if not len(samples) or not np.isfinite(samples).all():
         raise InvalidRequestError(f"a sound has {'samples that are not finite' if len(samples) else 'no samples'}")
     return np.ascontiguousarray(samples, dtype=np.float32)

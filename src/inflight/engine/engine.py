@@ -35,7 +35,7 @@ from inflight.contracts.api.outputs import SequenceOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.contracts.step.record import ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import AcceptedRequest, check_whole
+from inflight.engine.admission import AcceptedRequest, check_whole, left_to_generate
 from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
@@ -186,8 +186,11 @@ class Engine:
         if request.multimodal is not None:
             inputs = self.runner.check_images(request.prompt_token_ids, request.multimodal)
             limits = self.scheduler.limits
-            check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
-            request = replace(request, multimodal=inputs)
+            if inputs.is_generated:
+                request = left_to_generate(request, inputs)
+            else:
+                check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
+                request = replace(request, multimodal=inputs)
             accepted = replace(accepted, request=request)
         self._reporter.follow(accepted)
         self._totals.requests += 1
@@ -281,8 +284,12 @@ class Engine:
         try:
             self.runner.encode(wanted, self.feedback.encoding_seconds)
         except EncodingError as error:
-            if (sequence := self.scheduler.finish(error.sequence_id, "error")) is not None:
-                self._reporter.add([SequenceUpdate(sequence, [], error=str(error))])
+            self._end(error)
+
+    def _end(self, error: EncodingError) -> None:
+        """End the sequence of an image or sound that cannot be encoded."""
+        if (sequence := self.scheduler.finish(error.sequence_id, "error")) is not None:
+            self._reporter.add([SequenceUpdate(sequence, [], error=str(error))])
 
     def _observe_assignments(self, plan: StepPlan, now: float) -> None:
         """Note when sequences took their slots, and start their grammars."""
@@ -298,6 +305,10 @@ class Engine:
         given: StepTokens | Exception
         try:
             given = self.runner.run(plan, None if masks is None else masks.result)
+        except EncodingError as error:
+            self.scheduler.discard()
+            self._end(error)
+            return
         except BaseException as error:
             if not isinstance(error, Exception) or isinstance(error, RankLostError):
                 self.scheduler.discard()

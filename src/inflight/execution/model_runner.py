@@ -21,7 +21,7 @@ from inflight.execution.attention.compared import ComparedAttention
 from inflight.execution.executors import PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
-from inflight.execution.multimodal import EncoderOutputs
+from inflight.execution.multimodal import BETWEEN, EncoderOutputs, GeneratedSequences
 from inflight.execution.preparation.describe import cache_layout
 from inflight.execution.preparation.graph_proof import prove_graph
 from inflight.execution.preparation.prepare import prepare
@@ -63,6 +63,7 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
+        self._generated = GeneratedSequences(self.model, BETWEEN if self.executor.name == "packed" else None)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 
@@ -78,13 +79,14 @@ class ModelRunner:
 
     @property
     def encoder_outputs(self) -> EncoderOutputs | None:
-        """Of the model's images; None: it reads none."""
+        """Of the model's images and sounds; None: it reads none, or its own `generate` does."""
         return self.executor.encoder_outputs if isinstance(self.executor, PackedExecutor) else None
 
     def check_images(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
-        """Check a prompt's images; return them with `whole`. Raises `InvalidRequestError` if the model cannot take
-        them."""
-        assert self.encoder_outputs is not None
+        """Check a prompt's images; return them with `whole`, or for the model's own `generate`. Raises
+        `InvalidRequestError` if the model cannot take them."""
+        if self.encoder_outputs is None:
+            return inputs.generated()
         self.threads.prepare(are_own=False)
         return self.encoder_outputs.check(token_ids, inputs)
 
@@ -128,17 +130,19 @@ class ModelRunner:
             self.adapters.take(plan)
         if self.encoder_outputs is not None:
             self.encoder_outputs.take(plan)
+        self._generated.take(plan)
         if self._pooler is not None:
             self._pooler.take(plan)
         if not plan.spans:
             return None
+        block_size = self.config.kv_cache.block_size
+        batch = RaggedBatch.from_plan(plan, block_size, self.device)
         if self.device.type == "cpu":
             are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
-            self.threads.prepare(are_own=are_own)
-        batch = RaggedBatch.from_plan(plan, self.config.kv_cache.block_size, self.device)
+            self.threads.prepare(are_own=are_own and not self._generated.has_any(batch))
         if self._pooler is not None:
             batch = self._pooler.with_types(batch)
-        return batch, self.executor.forward(batch)
+        return batch, self._generated.forward(batch, self.executor.forward, block_size)
 
     def recreate_cache(self, num_blocks: int) -> None:
         """Resize the cache to `num_blocks`, before anything has run. Raises `ModelError` if the model does not run

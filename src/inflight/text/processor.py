@@ -112,7 +112,10 @@ class Processor:
             token_ids: list[int] = whole["input_ids"][0].tolist()
             items = [item for kind, each in opened.items() for item in self.of(kind).items(each, token_ids)]
         items.sort(key=lambda item: item.places[0])
-        return token_ids, MultimodalInputs(items, _arrays(whole, without=(*_OF_THE_PROMPT, *_OF_THE_ENCODER)))
+        arrays = _arrays(whole, without=_OF_THE_PROMPT)
+        encoder_arrays = {name: each for name, each in arrays.items() if name.startswith(_OF_THE_ENCODER)}
+        arrays = {name: each for name, each in arrays.items() if name not in encoder_arrays}
+        return token_ids, MultimodalInputs(items, arrays, encoder_arrays if len(items) > 1 else {})
 
     def transcription_request(self, prompt: str | None, language: str | None) -> str | None:
         """The text with which a model that transcribes is asked about one sound; None: its processor writes none.

@@ -108,12 +108,6 @@ REFUSALS = (
     ),
     Refusal(
         (MULTIMODAL,),
-        "a model that runs as rows or sequentially",
-        lambda model: model.executor in ("rows", "sequential"),
-        "encoder outputs go to the tokens of a packed row",
-    ),
-    Refusal(
-        (MULTIMODAL,),
         "a GPU",
         lambda model: model.device not in (None, "cpu"),
         "this was written and tried on a CPU only",

@@ -36,9 +36,7 @@ Part: TypeAlias = tuple[Rows, slice, Tensor]
 @torch.inference_mode()
 def encode(model: PreTrainedModel, item: EncoderInput) -> ModelOutput:
     """The output of a model's encoder for an item. The model is exclusively ours. Raises what the encoder does."""
-    for weight in (each for part in encoders(model) for each in part.state_dict(keep_vars=True).values()):
-        # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
-        weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
+    load_encoders(model)
     if (features := getattr(model.base_model, f"get_{item.kind}_features", None)) is not None:
         given = arguments(model, item, inspect.signature(features).parameters)
         output: ModelOutput = features(**given, return_dict=True)
@@ -46,6 +44,13 @@ def encode(model: PreTrainedModel, item: EncoderInput) -> ModelOutput:
         if all(each.shape == (len(item.places), hidden_size) for each in rows_of(output).values()):
             return output
     return _caught(model, item)
+
+
+def load_encoders(model: PreTrainedModel) -> None:
+    """Bring the weights of a model's encoders to its dtype."""
+    for weight in (each for part in encoders(model) for each in part.state_dict(keep_vars=True).values()):
+        # Not what no checkpoint has, such as rotary frequencies: `generate` has these in float32, too.
+        weight.data = weight.data.to(model.dtype if weight.is_floating_point() else weight.dtype)
 
 
 class CaughtOutput(BaseModelOutputWithPooling):  # type: ignore[misc]

@@ -8,6 +8,7 @@ A step gets the rows of its own placeholders, whatever sequences they belong to,
 Each item is encoded alone, so its bits depend on no other.
 """
 
+import logging
 import math
 import sys
 import time
@@ -34,6 +35,8 @@ from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_di
 from inflight.execution.multimodal.slices import Sliced
 from inflight.execution.ragged_batch import RaggedBatch
 
+logger = logging.getLogger(__name__)
+
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later steps."""
 BETWEEN = "eager"
@@ -58,6 +61,8 @@ class EncoderOutputs:
     Attributes:
         num_dimensions: the dimensions k of positions.
         placing: puts rows into a forward pass.
+        why_generated: by kind, and for several by the kind's plural, why the model's own `generate` runs prompts with
+            them; None: rows are placed. Without an entry there was none yet.
     """
 
     def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
@@ -67,7 +72,7 @@ class EncoderOutputs:
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
-        self._proved: set[str] = set()  # kinds
+        self.why_generated: dict[str, str | None] = {}
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
@@ -77,9 +82,9 @@ class EncoderOutputs:
         for slot in plan.released_slots:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
-            if assignment.multimodal is not None:
+            if assignment.multimodal is not None and not assignment.multimodal.is_generated:
                 prompt = assignment.token_ids[: assignment.prompt_len]
-                with _failing(assignment.sequence_id):
+                with failing(assignment.sequence_id):
                     self._sequences[assignment.slot] = SequenceInputs.of(self._model, prompt, assignment.multimodal)
         needed: dict[bytes, tuple[int, EncoderInput]] = {}
         for span in plan.spans:
@@ -114,7 +119,7 @@ class EncoderOutputs:
         end = math.inf if seconds is None else time.monotonic() + seconds
         for sequence_id, item in missing:
             self._make_room(wanted)
-            with _failing(sequence_id):
+            with failing(sequence_id):
                 self._encode(item, end)
             if time.monotonic() >= end:
                 break
@@ -151,30 +156,48 @@ class EncoderOutputs:
         return own if self.num_dimensions > 1 else own[0]
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
-        """Check a prompt's items before it is queued; return them with `whole`. Of the first prompt with items of a
-        kind, one is encoded. Raises `InvalidRequestError` if the model cannot take them."""
+        """Check a prompt's items before it is queued; return them with `whole`, or for the model's own `generate`. The
+        first of each kind is encoded, and the first several in one prompt. Raises `InvalidRequestError` if the model
+        cannot encode them."""
+        kinds = dict.fromkeys(item.kind for item in inputs.items)
         try:
-            with _failing(0):
+            with failing(0):
                 sequence = SequenceInputs.of(self._model, token_ids, inputs)
-                for item in inputs.items:
-                    if item.kind not in self._proved:
-                        with with_attention(self._model, BETWEEN):
-                            output = encode(self._model, item)
-                        self._kept[item.digest] = rows_of(output)
-                        self._prove(Proof(self._model, token_ids, sequence, item, output))
+                if not all(self._can_place(kind, token_ids, sequence) for kind in kinds):
+                    return inputs.generated()
         except EncodingError as error:
             raise InvalidRequestError(str(error)) from error
-        kinds = {item.kind for item in inputs.items} & self._ranges.keys()
-        whole = [each for kind in kinds for each in sequence.ranges(kind, 0, len(token_ids))[self._ranges[kind]]]
-        if (longest := max((end - start for start, end in whole), default=0)) > self._window:
-            raise InvalidRequestError(
-                f"an image has {longest} tokens, more than the attention's window, {self._window}"
-            )
-        return replace(inputs, whole=sorted(whole)) if whole else inputs
+        ranges = {kind: name for kind, name in self._ranges.items() if kind in kinds}
+        whole = [each for kind, name in ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
+        if max((end - start for start, end in whole), default=0) > self._window:
+            return inputs.generated()
+        return replace(inputs, whole=sorted(whole), encoder_arrays={})
 
-    def _prove(self, proof: Proof) -> None:
-        """Find what the model does with items of this kind. Raises `ModelError` if they cannot be given to it."""
-        name, kind = type(self._model).__name__, proof.item.kind
+    def _can_place(self, kind: str, token_ids: Sequence[int], sequence: SequenceInputs) -> bool:
+        """Whether rows may be placed for all items of this kind, each encoded alone."""
+        items = [item for item in sequence.given.items if item.kind == kind]
+        proofs: dict[str, Callable[[], None]] = {kind: lambda: self._prove(items[0], token_ids, sequence)}
+        if len(items) > 1:
+            proofs[KINDS[kind]] = lambda: self._prove_apart(items, sequence.given)
+        for name, prove in proofs.items():
+            if name not in self.why_generated:
+                self.why_generated[name] = None
+                try:
+                    prove()
+                except ModelError as error:
+                    self.why_generated[name] = str(error)
+                    logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], error)
+            if self.why_generated[name] is not None:
+                return False
+        return True
+
+    def _prove(self, item: EncoderInput, token_ids: Sequence[int], sequence: SequenceInputs) -> None:
+        """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
+        name, kind = type(self._model).__name__, item.kind
+        with with_attention(self._model, BETWEEN):
+            output = encode(self._model, item)
+        self._kept[item.digest] = rows_of(output)
+        proof = Proof(self._model, token_ids, sequence, item, output)
         if not proof.allows(self.placing):
             raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
         seen = proof.seen()
@@ -189,7 +212,18 @@ class EncoderOutputs:
                     torch.ops.inflight.see_items(call)
             self._ranges[kind] = next(each for each in seen.by_call if each is not None)
             self._window = min(self._window, seen.window or sys.maxsize)
-        self._proved.add(kind)
+
+    def _prove_apart(self, items: Sequence[EncoderInput], given: MultimodalInputs) -> None:
+        """Encode several items together. Raises `ModelError` if their rows are not those of each alone."""
+        places = [place for item in items for place in item.places]
+        together = EncoderInput(items[0].kind, b"", places, {**given.arrays, **given.encoder_arrays})
+        with with_attention(self._model, BETWEEN):
+            rows = rows_of(encode(self._model, together))[0]
+            alone = torch.cat([rows_of(encode(self._model, item))[0] for item in items])
+        error, largest = (rows - alone).abs().max(), alone.abs().max()
+        if error > largest * torch.finfo(rows.dtype).eps ** 0.5:
+            name = type(self._model).__name__
+            raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
@@ -216,7 +250,7 @@ class EncoderOutputs:
 
 
 @contextmanager
-def _failing(sequence_id: int) -> Iterator[None]:
+def failing(sequence_id: int) -> Iterator[None]:
     """Raise errors as `EncodingError`."""
     try:
         yield

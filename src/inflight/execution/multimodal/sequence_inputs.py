@@ -38,8 +38,7 @@ class SequenceInputs:
         token_ids = torch.tensor([list(prompt)], device=model.device)
         arrays = {name: as_tensor(each) for name, each in given.arrays.items()}
         positions = model._prepare_position_ids_for_generation(token_ids, {"input_ids": token_ids, **arrays})
-        if hasattr(model.base_model, "rope_deltas"):
-            model.base_model.rope_deltas = None
+        forget_positions(model)
         positions = positions.reshape(-1, length)[-num_dimensions(model) :]  # a further first row is for masks
         names = {name for name in inspect.signature(model.forward).parameters if name.endswith(TYPES)}
         return cls(given, positions, {name: each[0] for name, each in arrays.items() if name in names})
@@ -66,6 +65,12 @@ class SequenceInputs:
             borders = np.flatnonzero(np.diff(row, prepend=False, append=False)).tolist()
             ranges[name] = list(zip(borders[::2], borders[1::2], strict=True))
         return ranges
+
+
+def forget_positions(model: PreTrainedModel) -> None:
+    """Make a model count the next prompt's positions from zero: those with M-RoPE keep the last prompt's offset."""
+    if hasattr(model.base_model, "rope_deltas"):
+        model.base_model.rope_deltas = None
 
 
 def num_dimensions(model: PreTrainedModel) -> int:

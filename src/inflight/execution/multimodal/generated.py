@@ -1,0 +1,145 @@
+"""`GeneratedSequences`: sequences with images or sounds that the model's own `generate` runs, a token at a time.
+
+For models that do more with an item than to put an encoder's output in place of its tokens, or that do not run packed:
+whatever they do, `generate` does it. Such a sequence has its own cache; the blocks of its tables stay empty.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+
+from inflight.contracts.step.multimodal import Array
+from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
+from inflight.execution.hf.hook import with_attention
+from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.multimodal.encoder import load_encoders
+from inflight.execution.multimodal.encoder_outputs import failing
+from inflight.execution.multimodal.sequence_inputs import TYPES, as_tensor, forget_positions
+from inflight.execution.multimodal.turns import InTurns
+from inflight.execution.ragged_batch import RaggedBatch
+
+ENDLESS = 10**9
+
+
+class GeneratedSequences:
+    """Those of one model.
+
+    Args:
+        model: exclusively ours.
+        attention: the attention implementation for them; None: the model's.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
+        self._model = model
+        self._attention = attention
+        self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
+        self._token_ids: dict[int, list[int]] = {}
+        self._running: dict[int, _Generate] = {}
+
+    def take(self, plan: StepPlan) -> None:
+        """Track releases and assignments of slots."""
+        for slot in plan.released_slots:
+            self._assigned.pop(slot, None)
+            self._end(slot)
+        for each in plan.assignments:
+            if each.multimodal is not None and each.multimodal.is_generated:
+                self._assigned[each.slot] = each
+                self._token_ids[each.slot] = list(each.token_ids)
+
+    def has_any(self, batch: RaggedBatch) -> bool:
+        """Whether a batch has such sequences."""
+        return any(span.slot in self._assigned for span in batch.spans)
+
+    def forward(self, batch: RaggedBatch, others: Callable[[RaggedBatch], Tensor], block_size: int) -> Tensor:
+        """The logits `[R, V]` of a batch, of which `others` runs all other sequences."""
+        spans, plan = batch.spans, batch.plan
+        kept = [number for number, span in enumerate(spans) if span.slot not in self._assigned]
+        if len(kept) == len(spans):
+            return others(batch)
+        logits = {span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned}
+        if kept:
+            tables = tuple(tuple(table[number] for number in kept) for table in plan.tables)
+            rest = replace(plan, spans=tuple(spans[number] for number in kept), tables=tables)
+            of_rest = others(RaggedBatch.from_plan(rest, block_size, batch.input_ids.device))
+            sizes = [span.num_logit_rows for span in rest.spans]
+            logits |= {
+                span.sequence_id: each for span, each in zip(rest.spans, torch.split(of_rest, sizes), strict=True)
+            }
+        return torch.cat([logits[span.sequence_id] for span in spans])
+
+    def _end(self, slot: int) -> None:
+        if (running := self._running.pop(slot, None)) is not None:
+            running.end()
+
+    def _run(self, span: Span) -> Tensor:
+        """The logits `[num_logit_rows, V]` of a span, in the model's dtype. The prompt runs whole, with its last
+        chunk. Raises `EncodingError`."""
+        slot, assigned, token_ids = span.slot, self._assigned[span.slot], self._token_ids[span.slot]
+        token_ids[span.start :] = span.token_ids
+        if not span.num_logit_rows:
+            return torch.empty(0, self._model.get_input_embeddings().weight.shape[0], dtype=self._model.dtype)
+        attention = nullcontext() if self._attention is None else with_attention(self._model, self._attention)
+        with failing(span.sequence_id), attention:
+            running = self._running.get(slot)
+            if running is None or span.start == 0 or running.length != span.start:  # a step was discarded, or others
+                self._end(slot)
+                assert assigned.multimodal is not None
+                running = _Generate(self._model, token_ids[: assigned.prompt_len], assigned.multimodal.arrays)
+                self._running[slot] = running
+            for token_id in token_ids[running.length :]:
+                running.add(token_id)
+            return running.logits.to(self._model.dtype)
+
+
+class _Generate(LogitsProcessor):  # type: ignore[misc]
+    """A call of `generate` that waits for each next token. Passes on what that raises.
+
+    Args:
+        arrays: its arguments besides the prompt.
+
+    Attributes:
+        length: the tokens that have run.
+        logits: of the last token, `[1, V]` float32.
+    """
+
+    def __init__(self, model: PreTrainedModel, prompt: Sequence[int], arrays: Mapping[str, Array]) -> None:
+        load_encoders(model)
+        names = forward_parameters(model)
+        options: dict[str, Any] = {"input_ids": torch.tensor([list(prompt)])}
+        for name, array in arrays.items():
+            if name in names or not name.endswith(TYPES):  # only some models take types of tokens
+                tensor = as_tensor(array)
+                options[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+        options |= {"max_new_tokens": ENDLESS, "logits_processor": LogitsProcessorList([self])}
+        self._turns = InTurns(lambda: model.generate(**options))
+        self._next_id = 0
+        self.length, self.logits = len(prompt), torch.empty(0)
+        own, model.generation_config = model.generation_config, GenerationConfig(do_sample=False)
+        try:
+            self._turns.resume()
+        finally:
+            model.generation_config = own
+            forget_positions(model)
+
+    def add(self, token_id: int) -> None:
+        """Run another token."""
+        self._next_id = token_id
+        self.length += 1
+        self._turns.resume()
+
+    def end(self) -> None:
+        """End it."""
+        self._turns.abandon()
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Within `generate`: hand out the scores `[1, V]`, and return some that allow the next token alone."""
+        self.logits = scores
+        self._turns.pause()
+        only = torch.full_like(scores, -torch.inf)
+        only[0, self._next_id] = 0
+        return only

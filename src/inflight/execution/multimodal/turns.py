@@ -1,0 +1,73 @@
+"""`InTurns`: a computation in a thread of its own, which only runs while another waits for it."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+
+class _Abandoned(BaseException):
+    """Unwinds the thread."""
+
+
+class InTurns:
+    """Starts with the first `resume`.
+
+    Args:
+        compute: the computation.
+    """
+
+    def __init__(self, compute: Callable[[], Any]) -> None:
+        self._compute = compute
+        self._num_threads = torch.get_num_threads()
+        self._turn, self._stop = threading.Semaphore(0), threading.Semaphore(0)
+        self._is_abandoned = False
+        self._result: Future[Any] = Future()
+        self._thread = threading.Thread(target=self._run, name="inflight-encoder", daemon=True)
+        self._thread.start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is nothing to resume."""
+        return self._result.done()
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the computation itself asks."""
+        return threading.current_thread() is self._thread
+
+    def resume(self) -> Any:
+        """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error."""
+        self._turn.release()
+        self._stop.acquire()
+        if not self.has_ended:
+            return None
+        self._thread.join()
+        return self._result.result()
+
+    def abandon(self) -> None:
+        """End it where it paused."""
+        if not self.has_ended:
+            self._is_abandoned = True
+            with suppress(_Abandoned):
+                self.resume()
+
+    def pause(self) -> None:
+        """Within the computation: wait for the next `resume`."""
+        self._stop.release()
+        self._turn.acquire()
+        if self._is_abandoned:
+            raise _Abandoned
+
+    def _run(self) -> None:
+        self._turn.acquire()
+        torch.set_num_threads(self._num_threads)
+        try:
+            self._result.set_result(None if self._is_abandoned else self._compute())
+        except BaseException as error:  # of the model's own code: `resume` raises it
+            self._result.set_exception(error)
+        finally:
+            self._stop.release()

@@ -38,6 +38,8 @@ MAX_LENGTH = 4096
 NUM_SPARE = 8
 """Token ids that no text has."""
 
+INSTEAD = {"shieldgemma2": "gemma3"}
+"""Model types whose processor writes the prompts itself, and those whose processors they take."""
 ALIKE = {
     "cosmos3_omni": "qwen3_vl",
     "fast_vlm": "llava",
@@ -68,7 +70,9 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _DEEP),
     **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2", "qwen2_5_vl"), _WINDOWS),
-    "gemma3": {"mm_tokens_per_image": 16, "text_config.sliding_window": 20},
+    **dict.fromkeys(
+        ("gemma3", "shieldgemma2"), {"mm_tokens_per_image": 16, "text_config.sliding_window": 20}
+    ),
     "gemma4": {"vision_config": "gemma4_vision", "audio_config": "gemma4_audio", **_SEE_EACH_OTHER},
     "gemma4_unified": {
         "vision_config": "gemma4_unified_vision",
@@ -84,6 +88,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "audio_config.vocab_offset": 264,
     },
     "glmasr": {"audio_config.max_position_embeddings": 1500},
+    "moss_transcribe_diarize": {"audio_config.max_source_positions": 1500, "audio_chunk_size": 480_000},
+    "nemotron_h_omni": {"audio_config": "parakeet_encoder"},
     "qwen2_audio": {"audio_config.max_source_positions": 1500},
     "qwen3_asr": _HEARS,
     "muse_glimmer": {"out_hidden_size": 256},
@@ -130,9 +136,12 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
     "cohere2_vision": {"patch_size": 2},
     "deepseek_ocr2": {"size": {"height": 48, "width": 48}, "tile_size": 48},
+    "dots3_note": {"temporal_patch_size": 1},
     "emu3": {"min_pixels": 256, "max_pixels": 4096},
     "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 64, "width": 64}},
+    "inkling2": {"size": {"height": 16, "width": 16}},
+    "inkling_mm_model": {"size": {"height": 8, "width": 8}},
     "idefics2": {"do_image_splitting": False, "size": {"shortest_edge": 16, "longest_edge": 64}},
     "lfm2_vl": {
         "encoder_patch_size": 8,
@@ -151,10 +160,8 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "vision_patch_size": 8,
         "downsampler_stride": 4,
     },
+    "unlimited_ocr": {"tile_size": 32},
     "video_llava": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
-}
-SOUND_PROCESSORS: dict[str, dict[str, Any]] = {
-    name: {"feature_size": 128} for name in ("glmasr", "qwen2_audio", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
@@ -163,6 +170,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "fast_vlm": {"patch_size": 64, "num_additional_image_tokens": 0},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     "perception_lm": {"patch_size": 8, "pooling_ratio": 1},
+    "unlimited_ocr": {"patch_size": 4},
 }
 """Further arguments."""
 
@@ -238,7 +246,7 @@ def tiny_with_processor(model_type: str, kind: str = "image") -> tuple[PreTraine
     if processor is None or kind not in Processor(processor).kinds:
         raise ValueError(f"it has no processor of {KINDS[kind]}")
     _agree(model_type, config, processor)
-    if kind == "image" and any(name in inspect.signature(type(processor).__init__).parameters for name in _NUM_TOKENS):
+    if kind == "image" and any(hasattr(processor, name) for name in _NUM_TOKENS):
         processor = _processor(model_type, config, _num_rows(model_type, config, processor))
         _agree(model_type, config, processor)
     return config, processor
@@ -259,7 +267,8 @@ def random_sound(sampling_rate: int, number: int) -> NDArray[np.float32]:
 
 def _of(mapping: Any, model_type: str) -> Any:
     """The class that an Auto class has for a model type; None: it has none."""
-    found = (mapping.get(CONFIG_MAPPING[each], None) for each in (model_type, ALIKE.get(model_type)) if each)
+    names = (INSTEAD.get(model_type, model_type), ALIKE.get(model_type))
+    found = (mapping.get(CONFIG_MAPPING[each], None) for each in names if each)
     classes = next((each for each in found if each is not None), None)
     if not isinstance(classes, Mapping):
         return classes
@@ -272,12 +281,17 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
     image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _of(PROCESSOR_MAPPING, model_type)
     sizes = {} if image_class is None else _sizes(image_class, config, vision) | IMAGE_PROCESSORS.get(model_type, {})
     images = image_class and image_class(**sizes)
+    for name in _NUM_TOKENS:
+        if hasattr(images, name):
+            setattr(images, name, num_tokens)
+    num_bins = getattr(getattr(config, "audio_config", None), "num_mel_bins", None)
+    of_sound = {"feature_size": num_bins} if num_bins else {}
     video, sound = (_of(mapping, model_type) for mapping in (VIDEO_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING))
     given = {
         "image_processor": images,
         "tokenizer": _tokenizer(model_type),
         "video_processor": video and video(),
-        "feature_extractor": sound and sound(**SOUND_PROCESSORS.get(model_type, {})),
+        "feature_extractor": sound and sound(**of_sound),
         "audio_processor": sound and sound(),
         "num_additional_image_tokens": 1,
         "vision_feature_select_strategy": "default",

@@ -11,7 +11,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel, ProcessorMixin
 
 from inflight.census.finding import Finding, first_line
-from inflight.census.sensitive import sensitive_model
+from inflight.census.sensitive import build, sensitive_model
 from inflight.census.tiny_configs import CLASSES_WITH, whole_config
 from inflight.census.tiny_processors import multimodal_class, random_image, random_sound, tiny_with_processor
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
@@ -53,7 +53,11 @@ def examine_with(items: str, model_type: str) -> Finding:
         if reason := _why_not_causal(model_class, model_type):
             return replace(finding, outcome="not causal", reason=reason)
         config, processor = tiny_with_processor(model_type, kind)
-        model, sensitivity = sensitive_model(model_class, config)
+        try:
+            model, sensitivity = sensitive_model(model_class, config)
+        except Exception as error:
+            build(model_class, config)
+            return replace(finding, outcome="not causal", reason=f"it does not run on tokens alone: {first_line(error)}")
         finding = replace(
             finding,
             num_parameters=model.num_parameters(),
@@ -75,6 +79,8 @@ def _why_not_causal(model_class: type[PreTrainedModel], model_type: str) -> str:
         return "it is an encoder-decoder"
     if not issubclass(model_class, GenerationMixin):
         return "it does not generate token by token"
+    if model_class.forward is torch.nn.Module.forward:
+        return "it is several models, and has no forward pass of its own"
     if model_class.main_input_name != "input_ids":
         return f"it does not run on tokens alone: its main input is {model_class.main_input_name!r}"
     return ""

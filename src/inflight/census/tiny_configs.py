@@ -248,6 +248,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "downsample_channels": [HIDDEN_SIZE, HIDDEN_SIZE],
         "global_attn_indexes": [1, 3],
     },
+    "vibevoice_acoustic_tokenizer_encoder": {"vae_std": 0.0},  # it would add noise to its output
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 2 * HIDDEN_SIZE},  # sizes are rounded up to multiples of 64 in one place, not in another

@@ -89,7 +89,11 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     "glmasr": {"audio_config.max_position_embeddings": 1500},
     "moss_transcribe_diarize": {"audio_config.max_source_positions": 1500, "audio_chunk_size": 480_000},
-    "nemotron_h_omni": {"audio_config": "parakeet_encoder"},
+    "nemotron_h_omni": {
+        "audio_config": "parakeet_encoder",
+        "audio_config.projection_hidden_size": HIDDEN_SIZE,
+        "audio_config.projection_bias": False,
+    },
     "qwen2_audio": {"audio_config.max_source_positions": 1500},
     "qwen3_asr": _HEARS,
     "muse_glimmer": {"out_hidden_size": 256},
@@ -299,6 +303,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
         **{name: getattr(each, name) for each in (vision, config) for name in _OF_THE_MODEL if hasattr(each, name)},
     }
     parameters = inspect.signature(processor_class.__init__).parameters
+    given |= {name: _tokenizer(model_type) for name in parameters if name.endswith("_tokenizer")}
     arguments = {name: value for name, value in given.items() if name in parameters and value is not None}
     processor: ProcessorMixin = processor_class(**(arguments | PROCESSORS.get(model_type, {})))
     if model_type in PLACEHOLDERS:

@@ -221,6 +221,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "molmo2_vision": {"image_size": [32, 32]},
     "moshi": {"sliding_window": MAX_POSITIONS},  # not shorter than its context, as by default
     "muse_spark_audio": {"hidden_sizes": (16, 16, 32, 64)},
+    **dict.fromkeys(
+        ("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio"), {"num_key_value_heads": NUM_HEADS}
+    ),
     "nemotron_h": _NO_STEP_TOO_SMALL,
     "paddleocr_vl_text": _SECTIONS,
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),

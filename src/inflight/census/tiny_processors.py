@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -80,6 +81,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **_SEE_EACH_OTHER,
     },
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
+    "kosmos-2.5": {"latent_query_num": 16, "vision_config.patch_embed_hidden_size": 192},
     "kimi_k25": {"projection_hidden_size": 64},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
     "gemma3n": {
@@ -172,6 +174,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
     "aya_vision": {"img_size": 32, "patch_size": 8},
     "deepseek_ocr2": {"patch_size": 1},
     "fast_vlm": {"patch_size": 64, "num_additional_image_tokens": 0},
+    "kosmos-2.5": {"num_image_tokens": 16},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     "perception_lm": {"patch_size": 8, "pooling_ratio": 1},
     "unlimited_ocr": {"patch_size": 4},
@@ -246,11 +249,12 @@ def tiny_with_processor(model_type: str, kind: str = "image") -> tuple[PreTraine
         if name in ("vision_config", "audio_config"):
             value = whole_config(value)
         setattr(owner, name, value)
-    processor = None if _of(PROCESSOR_MAPPING, model_type) is None else _processor(model_type, config, 1)
+    processor = None if _processor_class(model_type) is None else _processor(model_type, config, 1)
     if processor is None or kind not in Processor(processor).kinds:
         raise ValueError(f"it has no processor of {KINDS[kind]}")
     _agree(model_type, config, processor)
-    if kind == "image" and any(hasattr(processor, name) for name in _NUM_TOKENS):
+    unknown = [name for name in _NUM_TOKENS if name not in PROCESSORS.get(model_type, {})]
+    if kind == "image" and any(hasattr(processor, name) for name in unknown):
         processor = _processor(model_type, config, _num_rows(model_type, config, processor))
         _agree(model_type, config, processor)
     return config, processor
@@ -280,16 +284,25 @@ def _of(mapping: Any, model_type: str) -> Any:
     return next((classes[each] for each in backends if classes.get(each)), None)
 
 
+def _processor_class(model_type: str) -> type[ProcessorMixin] | None:
+    """The class that `AutoProcessor` has for a model type; or else the one named like its configuration."""
+    name = CONFIG_MAPPING[model_type].__name__.replace("Config", "Processor")
+    found: type[ProcessorMixin] | None = _of(PROCESSOR_MAPPING, model_type) or getattr(transformers, name, None)
+    return found
+
+
 def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> ProcessorMixin:
     vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
-    image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _of(PROCESSOR_MAPPING, model_type)
+    image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _processor_class(model_type)
+    assert processor_class is not None
     sizes = {} if image_class is None else _sizes(image_class, config, vision) | IMAGE_PROCESSORS.get(model_type, {})
     images = image_class and image_class(**sizes)
     for name in _NUM_TOKENS:
         if hasattr(images, name):
             setattr(images, name, num_tokens)
-    num_bins = getattr(getattr(config, "audio_config", None), "num_mel_bins", None)
-    of_sound = {"feature_size": num_bins} if num_bins else {}
+    audio = getattr(config, "audio_config", None)
+    parts = [audio, *(vars(audio).values() if audio else ())]
+    of_sound = {"feature_size": each.num_mel_bins for each in parts if hasattr(each, "num_mel_bins")}
     video, sound = (_of(mapping, model_type) for mapping in (VIDEO_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING))
     given = {
         "image_processor": images,

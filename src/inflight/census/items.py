@@ -53,14 +53,15 @@ def examine_with(items: str, model_type: str) -> Finding:
         if reason := _why_not_causal(model_class, model_type):
             return replace(finding, outcome="not causal", reason=reason)
         config, processor = tiny_with_processor(model_type, kind)
+        num_parameters = build(model_class, config).num_parameters()
         try:
             model, sensitivity = sensitive_model(model_class, config)
         except Exception as error:
-            build(model_class, config)
-            return replace(finding, outcome="not causal", reason=f"it does not run on tokens alone: {first_line(error)}")
+            reason = f"it does not run on tokens alone: {first_line(error)}"
+            return replace(finding, outcome="not causal", reason=reason)
         finding = replace(
             finding,
-            num_parameters=model.num_parameters(),
+            num_parameters=num_parameters,
             share_changed=sensitivity.share_changed,
             num_distinct=sensitivity.num_distinct,
             factor=sensitivity.factor,
@@ -99,8 +100,7 @@ def _with_expected(model: PreTrainedModel, processor: ProcessorMixin, kind: str)
         if kind != "image":
             raise
     prompts = _prompts(processor, kind, WITH_ONE)
-    note = "one image a prompt, because the plain model fails with more"
-    return prompts, [_plain(model, processor, each) for each in prompts], note
+    return prompts, [_plain(model, processor, each) for each in prompts], "one image a prompt: it takes no more"
 
 
 def _prompts(processor: ProcessorMixin, kind: str, given: Sequence[tuple[str, tuple[int, ...]]]) -> Prompts:

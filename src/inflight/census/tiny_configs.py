@@ -146,6 +146,8 @@ _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 """Parts of half a head for time, height and width."""
 NUM_CODES = 64
 _SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": NUM_CODES, "latent_channels": 32}
+_FIFTEEN_FRAMES = {"window_size": 15}
+_AS_MANY_KEYS = {"num_key_value_heads": NUM_HEADS}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -203,7 +205,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [1],
     },
-    **dict.fromkeys(("granite_speech", "granite_speech_plus"), {"window_size": 15}),
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), _FIFTEEN_FRAMES),
     "granitemoehybrid": _TWO_KINDS,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
     "inkling_vision": {"num_hidden_layers": 5},  # with fewer than the factors of a patch's size, SciPy plans them
@@ -221,9 +223,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "molmo2_vision": {"image_size": [32, 32]},
     "moshi": {"sliding_window": MAX_POSITIONS},  # not shorter than its context, as by default
     "muse_spark_audio": {"hidden_sizes": (16, 16, 32, 64)},
-    **dict.fromkeys(
-        ("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio"), {"num_key_value_heads": NUM_HEADS}
-    ),
+    **dict.fromkeys(("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio"), _AS_MANY_KEYS),
     "nemotron_h": _NO_STEP_TOO_SMALL,
     "paddleocr_vl_text": _SECTIONS,
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),

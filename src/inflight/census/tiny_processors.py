@@ -61,6 +61,7 @@ _LARGE = {"vision_config.image_size": 1024, "vision_config.patch_size": 16}
 _OMNI = dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id"), 1)
 _HEARS = {"audio_config.output_dim": HIDDEN_SIZE}
 _SEE_EACH_OTHER = {"text_config.use_bidirectional_attention": "vision", "text_config.sliding_window": 300}
+_GEMMA_3 = {"mm_tokens_per_image": 16, "text_config.sliding_window": 20}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "aria": {
@@ -71,9 +72,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _DEEP),
     **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2", "qwen2_5_vl"), _WINDOWS),
-    **dict.fromkeys(
-        ("gemma3", "shieldgemma2"), {"mm_tokens_per_image": 16, "text_config.sliding_window": 20}
-    ),
+    **dict.fromkeys(("gemma3", "shieldgemma2"), _GEMMA_3),
     "gemma4": {"vision_config": "gemma4_vision", "audio_config": "gemma4_audio", **_SEE_EACH_OTHER},
     "gemma4_unified": {
         "vision_config": "gemma4_unified_vision",
@@ -120,6 +119,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 MARKS: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
     "emu3": {"eol_token": "<|extra_200|>"},
+    "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|"},
     "qwen2_audio": {"audio_token": "<|AUDIO|>"},
     "minimax_m3_vl": {"media_token": "]<]image[>["},
 }
@@ -219,12 +219,20 @@ class TinyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
         return mark
 
 
+class WithSpace(TinyTokenizer):
+    """One that begins a text with a space; Fuyu's processor drops its first token."""
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        """See the base class."""
+        return super().__call__(" " + text, **options)
+
+
 def _tokenizer(model_type: str) -> TinyTokenizer:
     names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"pad_token": "<unk>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = TinyTokenizer(tokenizer_object=inner, **special)
+    tokenizer = (WithSpace if model_type == "fuyu" else TinyTokenizer)(tokenizer_object=inner, **special)
     for attribute, mark in MARKS.get(model_type, {}).items():
         tokenizer.__dict__[attribute] = tokenizer._with(mark)
     for number in range(NUM_CODES if model_type in CODES else 0):
@@ -302,7 +310,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
             setattr(images, name, num_tokens)
     audio = getattr(config, "audio_config", None)
     parts = [audio, *(vars(audio).values() if audio else ())]
-    of_sound = {"feature_size": each.num_mel_bins for each in parts if hasattr(each, "num_mel_bins")}
+    of_sound = next(({"feature_size": each.num_mel_bins} for each in parts if hasattr(each, "num_mel_bins")), {})
     video, sound = (_of(mapping, model_type) for mapping in (VIDEO_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING))
     given = {
         "image_processor": images,

@@ -83,6 +83,10 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "kosmos-2.5": {"latent_query_num": 16, "vision_config.patch_embed_hidden_size": 192},
     "kimi_k25": {"projection_hidden_size": 64},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    "granite_speech_plus": {
+        "encoder_config.cat_hidden_layers": [1],
+        "projector_config.encoder_hidden_size": 2 * HIDDEN_SIZE,
+    },
     "gemma3n": {
         "vision_soft_tokens_per_image": 4,
         "vision_config.vocab_offset": 255,

@@ -208,7 +208,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("granite_speech", "granite_speech_plus"), _FIFTEEN_FRAMES),
     "granitemoehybrid": _TWO_KINDS,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
-    "inkling_vision": {"num_hidden_layers": 5},  # with fewer than the factors of a patch's size, SciPy plans them
+    "inkling_vision": {"num_hidden_layers": 5},  # it needs SciPy if a patch's size has more factors
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "janus_vqgan": _SMALL_CODEBOOK,
     "kyutai_speech_to_text": {"audio_pad_token_id": 3, "audio_bos_token_id": 4},

@@ -80,8 +80,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         **_SEE_EACH_OTHER,
     },
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
-    "kosmos-2.5": {"latent_query_num": 16, "vision_config.patch_embed_hidden_size": 192},
     "kimi_k25": {"projection_hidden_size": 64},
+    "kosmos-2.5": {"latent_query_num": 16, "vision_config.patch_embed_hidden_size": 192},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
     "granite_speech_plus": {
         "encoder_config.cat_hidden_layers": [1],

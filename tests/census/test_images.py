@@ -22,9 +22,30 @@ def test_a_class_is_exact_with(items: str, model_type: str) -> None:
     assert "80 tokens were compared.\n" in document
 
 
-def test_classes_that_cannot_be_tried_say_why() -> None:
-    finding = examine_with("images", "vision-encoder-decoder")
-    assert (finding.outcome, finding.reason) == ("not built", "it has no processor of images")
+@pytest.mark.parametrize(
+    ("model_type", "outcome", "reason"),
+    [
+        ("vision-encoder-decoder", "not causal", "it is an encoder-decoder"),
+        ("diffusion_gemma", "not causal", "it does not generate token by token"),
+        ("blip-2", "not causal", "it does not run on tokens alone: its main input is 'pixel_values'"),
+        (
+            "idefics",
+            "not causal",
+            "it does not run on tokens alone: Exactly 1 of pixel_values, image_encoder_embeddings",
+        ),
+        ("mistral4", "not built", "it has no processor of images"),
+    ],
+)
+def test_classes_that_cannot_be_tried_say_why(model_type: str, outcome: str, reason: str) -> None:
+    finding = examine_with("images", model_type)
+    assert finding.outcome == outcome
+    assert finding.reason.startswith(reason)
+
+
+def test_a_class_that_takes_one_image_a_prompt_says_so() -> None:
+    finding = examine_with("images", "git")
+    assert finding.num_parameters
+    assert finding.reason.endswith("; one image a prompt: it takes no more")
 
 
 def test_the_peer_runs_text_only() -> None:

@@ -2,17 +2,17 @@
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias, cast
 
 import torch
-from transformers import PreTrainedModel, ProcessorMixin
+from transformers import GenerationMixin, PreTrainedModel, ProcessorMixin
 
 from inflight.census.finding import Finding, first_line
-from inflight.census.sensitive import sensitive_model
-from inflight.census.tiny_configs import CLASSES_WITH
+from inflight.census.sensitive import build, sensitive_model
+from inflight.census.tiny_configs import CLASSES_WITH, whole_config
 from inflight.census.tiny_processors import multimodal_class, random_image, random_sound, tiny_with_processor
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.contracts.api.params import SamplingParams
@@ -38,7 +38,7 @@ WITH_ONE: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("What is {0} fox, and why", (0,)),
     ("a{0}b", (2,)),
 )
-"""And of their sounds: many processors take one a prompt."""
+"""With one a prompt: of sounds, many processors take no more."""
 BUDGETS = (24, 1024)
 """Tokens of a step: chunks end within images; or, where images run whole, room for the largest."""
 
@@ -49,31 +49,65 @@ def examine_with(items: str, model_type: str) -> Finding:
     kind = next(kind for kind, name in KINDS.items() if name == items)
     finding = Finding(model_type, CLASSES_WITH[items][model_type], "not built")
     try:
+        model_class = multimodal_class(model_type)
+        if reason := _why_not_causal(model_class, model_type):
+            return replace(finding, outcome="not causal", reason=reason)
         config, processor = tiny_with_processor(model_type, kind)
-        if config.is_encoder_decoder:
-            return replace(finding, outcome="not causal", reason="it is an encoder-decoder")
-        model, sensitivity = sensitive_model(multimodal_class(model_type), config)
+        num_parameters = build(model_class, config).num_parameters()
+        try:
+            model, sensitivity = sensitive_model(model_class, config)
+        except Exception as error:
+            reason = f"it does not run on tokens alone: {first_line(error)}"
+            return replace(finding, outcome="not causal", reason=reason)
         finding = replace(
             finding,
-            num_parameters=model.num_parameters(),
+            num_parameters=num_parameters,
             share_changed=sensitivity.share_changed,
             num_distinct=sensitivity.num_distinct,
             factor=sensitivity.factor,
         )
-        prompts = _prompts(processor, kind)
-        expected = [_plain(model, processor, each) for each in prompts]
+        prompts, expected, note = _with_expected(model, processor, kind)
         finding = _compared(model, processor, prompts, expected, replace(finding, outcome="failed"))
+        finding = replace(finding, reason="; ".join(each for each in (finding.reason, note) if each))
     except Exception as error:
         finding = replace(finding, reason=first_line(error))
     return replace(finding, seconds=time.perf_counter() - start)
 
 
-def _prompts(processor: ProcessorMixin, kind: str) -> list[dict[str, Any]]:
+def _why_not_causal(model_class: type[PreTrainedModel], model_type: str) -> str:
+    """Why a class is no decoder-only language model, by what it declares; "" if it may be one."""
+    if whole_config(model_type).is_encoder_decoder:
+        return "it is an encoder-decoder"
+    if not issubclass(model_class, GenerationMixin):
+        return "it does not generate token by token"
+    if model_class.forward is torch.nn.Module.forward:
+        return "it is several models, and has no forward pass of its own"
+    if model_class.main_input_name != "input_ids":
+        return f"it does not run on tokens alone: its main input is {model_class.main_input_name!r}"
+    return ""
+
+
+Prompts: TypeAlias = list[dict[str, Any]]
+Expected: TypeAlias = list[tuple[list[int], torch.Tensor]]
+
+
+def _with_expected(model: PreTrainedModel, processor: ProcessorMixin, kind: str) -> tuple[Prompts, Expected, str]:
+    """Prompts, the plain model's answers, and what it cannot take."""
+    prompts = _prompts(processor, kind, TEXTS if kind == "image" else WITH_ONE)
+    try:
+        return prompts, [_plain(model, processor, each) for each in prompts], ""
+    except Exception:
+        if kind != "image":
+            raise
+    prompts = _prompts(processor, kind, WITH_ONE)
+    return prompts, [_plain(model, processor, each) for each in prompts], "one image a prompt: it takes no more"
+
+
+def _prompts(processor: ProcessorMixin, kind: str, given: Sequence[tuple[str, tuple[int, ...]]]) -> Prompts:
     reader = Processor(processor).of(kind)
-    name, given = "images", TEXTS
-    made: Callable[[int], Any] = random_image
+    name, made = "images", cast("Callable[[int], Any]", random_image)
     if kind == "audio":
-        name, made, given = "audios", partial(random_sound, reader.sampling_rate), WITH_ONE
+        name, made = "audios", partial(random_sound, reader.sampling_rate)
     return [{"prompt": text.format(reader.placeholder), name: list(map(made, which))} for text, which in given]
 
 
@@ -99,8 +133,8 @@ def _plain(model: PreTrainedModel, processor: ProcessorMixin, prompt: dict[str, 
 def _compared(
     model: PreTrainedModel,
     processor: ProcessorMixin,
-    prompts: list[dict[str, Any]],
-    expected: list[tuple[list[int], torch.Tensor]],
+    prompts: Prompts,
+    expected: Expected,
     finding: Finding,
 ) -> Finding:
     """Run the engine, twice: the second time with prefixes from the cache."""

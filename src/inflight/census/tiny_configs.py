@@ -48,7 +48,7 @@ _ENCODER_LAYERS = ("encoder_layers", "num_encoder_layers")
 _WIDTHS = (
     *("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "input_embedding_size", "lru_width"),
     *("out_hidden_size", "text_hidden_size", "audio_hidden_size", "vision_hidden_size", "projector_hidden_size"),
-    *("projection_dim", "image_token_embed_dim", "embed_dim"),
+    *("projection_dim", "image_token_embed_dim", "embed_dim", "encoder_hidden_size", "upsample_groups"),
 )
 _HEADS = (
     *("num_attention_heads", "n_head", "n_heads", "num_heads", "attention_heads", "swa_num_attention_heads"),
@@ -63,7 +63,7 @@ _HEAD_DIMS = (
 )
 _INNER_SIZES = (
     *("intermediate_size", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "ffn_hidden_size", "dff", "dim_ff"),
-    *("feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "d_inner"),
+    *("feed_forward_size", "intermediate_size_mlp", "dense_intermediate_size", "d_inner", "mlp_dim"),
 )
 _EXPERT_SIZES = (
     *("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size", "shared_intermediate_size"),
@@ -87,6 +87,7 @@ _LATENT_ATTENTION = {"qk_rope_head_dim": 8, "q_lora_rank": 24, "kv_lora_rank": 1
 _INDEXERS = {"index_topk": 16, "index_n_heads": 16, "index_block_size": 4, "index_topk_blocks": 4}  # fewer heads: ties
 _EXPERT_GROUPS = {"n_group": 2, "num_expert_group": 2, "topk_group": 1, "zero_expert_num": 2}
 _LAYER_PLANS = {"first_k_dense_replace": 1, "num_dense_layers": 1, "max_window_layers": 2, "num_kv_shared_layers": 2}
+_OF_SOUND_ENCODERS = {"num_timestamp_prediction_layers": 1, "num_filters": 4, "depths": 2}
 _NO_EXTRA_LAYERS = {"num_mtp_layers": 0, "num_nextn_predict_layers": 0}
 _LINEAR_ATTENTION = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4, "conv_L_cache": 3}
 _STATES = {"state_size": 8, "ssm_state_size": 8, "mamba_d_state": 8, "n_groups": 2, "mamba_d_ssm": 2 * HIDDEN_SIZE}
@@ -115,6 +116,7 @@ COMMON: dict[str, int] = {
     **_INDEXERS,
     **_EXPERT_GROUPS,
     **_LAYER_PLANS,
+    **_OF_SOUND_ENCODERS,
     **_NO_EXTRA_LAYERS,
     **_LINEAR_ATTENTION,
     **_STATES,
@@ -134,7 +136,7 @@ _NONE_STAYS = frozenset({*_WINDOWS, *_NUM_EXPERTS, *_EXPERTS_PER_TOKEN, *_EXPERT
 }
 """Names whose value None means that there is no such thing, or that it follows from others."""
 
-_TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_TOKEN_IDS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "blank_token_id": 3}
 
 _NO_STEP_TOO_SMALL = {"time_step_min": 1e-20}
 """The smallest time step in transformers' prefill of these classes; its decoding has no such limit."""
@@ -144,6 +146,8 @@ _SECTIONS = {"rope_parameters": {**_ROPE, "mrope_section": [2, 3, 3]}}
 """Parts of half a head for time, height and width."""
 NUM_CODES = 64
 _SMALL_CODEBOOK = {"base_channels": 32, "num_embeddings": NUM_CODES, "latent_channels": 32}
+_FIFTEEN_FRAMES = {"window_size": 15}
+_AS_MANY_KEYS = {"num_key_value_heads": NUM_HEADS}
 _TWO_KINDS = {"layer_types": ["linear_attention", "full_attention"] * 2}
 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
@@ -187,6 +191,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
             "model_args": {"inference_mode": True, "layers": (1,) * 5, "embed_dims": (16, 16, 32, 32, 64)},
         }
     },
+    "fun_asr_nano": {"adaptor_config": {"hidden_size": HIDDEN_SIZE, "intermediate_size": HIDDEN_SIZE // 4}},
     "gemma3n_vision": {
         "hidden_size": 2048,
         "model_args": {"channel_multiplier": 1 / 16, "msfa_output_resolution": 2},
@@ -200,8 +205,10 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "deepstack_layer_map": [[-2, 0]],
         "spatial_target_layers": [1],
     },
+    **dict.fromkeys(("granite_speech", "granite_speech_plus"), _FIFTEEN_FRAMES),
     "granitemoehybrid": _TWO_KINDS,
     "hunyuan_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [2, 2, 2, 2]}},
+    "inkling_vision": {"num_hidden_layers": 5},  # it needs SciPy if a patch's size has more factors
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_offset": 0},
     "janus_vqgan": _SMALL_CODEBOOK,
     "kyutai_speech_to_text": {"audio_pad_token_id": 3, "audio_bos_token_id": 4},
@@ -211,10 +218,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         **dict.fromkeys(("projector_input_dim", "projector_output_dim", "vision_output_dim"), 48),
     },
     "mamba2": {"num_heads": 8},
+    "mllama_vision_model": {"intermediate_layers_indices": [0, 2], "vision_output_dim": 3 * HIDDEN_SIZE},
     "molmo2_adapter": {"vision_feature_layer": [2, 1]},
     "molmo2_vision": {"image_size": [32, 32]},
     "moshi": {"sliding_window": MAX_POSITIONS},  # not shorter than its context, as by default
     "muse_spark_audio": {"hidden_sizes": (16, 16, 32, 64)},
+    **dict.fromkeys(("nemotron3_5_transcribe_asr_audio", "nemotron3_diarization_audio"), _AS_MANY_KEYS),
     "nemotron_h": _NO_STEP_TOO_SMALL,
     "paddleocr_vl_text": _SECTIONS,
     **dict.fromkeys(("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text"), _SECTIONS),
@@ -237,6 +246,12 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "architecture": "vit_pe_core_tiny_patch16_384",
         "model_args": {"img_size": 32, "patch_size": 8, "embed_dim": 64, "depth": 2, "num_heads": 4},
     },
+    "unlimited_ocr_sam_vision_model": {
+        "patch_size": 4,
+        "downsample_channels": [HIDDEN_SIZE, HIDDEN_SIZE],
+        "global_attn_indexes": [1, 3],
+    },
+    "vibevoice_acoustic_tokenizer_encoder": {"vae_std": 0.0},  # it would add noise to its output
     "xlm": {"causal": True},
     "xlnet": {"attn_type": "uni"},
     "xlstm": {"hidden_size": 2 * HIDDEN_SIZE},  # sizes are rounded up to multiples of 64 in one place, not in another
@@ -276,7 +291,8 @@ def _tiny(config_class: type[PreTrainedConfig], exceptions: dict[str, Any]) -> P
     }
     for name, default in defaults.items():
         common = COMMON.get(name, next((COMMON.get(alias) for alias, to in aliases.items() if to == name), None))
-        if common is not None and name not in aliases and (smaller := _smaller(name, default, common)) is not None:
+        is_alias = aliases.get(name) in defaults
+        if common is not None and not is_alias and (smaller := _smaller(name, default, common)) is not None:
             values[name] = smaller
     if "kv_lora_rank" in defaults:  # latent attention: heads share a latent vector, not keys and values
         values |= _latent_heads(defaults)

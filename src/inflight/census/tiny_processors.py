@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -38,6 +39,8 @@ MAX_LENGTH = 4096
 NUM_SPARE = 8
 """Token ids that no text has."""
 
+INSTEAD = {"shieldgemma2": "gemma3"}
+"""Model types whose processor writes the prompts itself, and those whose processors they take."""
 ALIKE = {
     "cosmos3_omni": "qwen3_vl",
     "fast_vlm": "llava",
@@ -58,6 +61,7 @@ _LARGE = {"vision_config.image_size": 1024, "vision_config.patch_size": 16}
 _OMNI = dict.fromkeys(("vision_start_token_id", "vision_end_token_id", "audio_start_token_id", "audio_end_token_id"), 1)
 _HEARS = {"audio_config.output_dim": HIDDEN_SIZE}
 _SEE_EACH_OTHER = {"text_config.use_bidirectional_attention": "vision", "text_config.sliding_window": 300}
+_GEMMA_3 = {"mm_tokens_per_image": 16, "text_config.sliding_window": 20}
 
 CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "aria": {
@@ -68,7 +72,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("cosmos3_omni", "qwen3_vl", "qwen3_vl_moe"), _DEEP),
     **dict.fromkeys(("exaone4_5", "hyperclovax_vision_v2", "qwen2_5_vl"), _WINDOWS),
-    "gemma3": {"mm_tokens_per_image": 16, "text_config.sliding_window": 20},
+    **dict.fromkeys(("gemma3", "shieldgemma2"), _GEMMA_3),
     "gemma4": {"vision_config": "gemma4_vision", "audio_config": "gemma4_audio", **_SEE_EACH_OTHER},
     "gemma4_unified": {
         "vision_config": "gemma4_unified_vision",
@@ -77,13 +81,24 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     },
     **dict.fromkeys(("got_ocr2", "pp_chart2table"), _LARGE),
     "kimi_k25": {"projection_hidden_size": 64},
+    "kosmos-2.5": {"latent_query_num": 16, "vision_config.patch_embed_hidden_size": 192},
     **dict.fromkeys(("granite4_vision", "llava_next", "llava_next_video", "llava_onevision"), _TILES),
+    "granite_speech_plus": {
+        "encoder_config.cat_hidden_layers": [1],
+        "projector_config.encoder_hidden_size": 2 * HIDDEN_SIZE,
+    },
     "gemma3n": {
         "vision_soft_tokens_per_image": 4,
         "vision_config.vocab_offset": 255,
         "audio_config.vocab_offset": 264,
     },
     "glmasr": {"audio_config.max_position_embeddings": 1500},
+    "moss_transcribe_diarize": {"audio_config.max_source_positions": 1500, "audio_chunk_size": 480_000},
+    "nemotron_h_omni": {
+        "audio_config": "parakeet_encoder",
+        "audio_config.projection_hidden_size": HIDDEN_SIZE,
+        "audio_config.projection_bias": False,
+    },
     "qwen2_audio": {"audio_config.max_source_positions": 1500},
     "qwen3_asr": _HEARS,
     "muse_glimmer": {"out_hidden_size": 256},
@@ -108,6 +123,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 MARKS: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
     "emu3": {"eol_token": "<|extra_200|>"},
+    "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|"},
     "qwen2_audio": {"audio_token": "<|AUDIO|>"},
     "minimax_m3_vl": {"media_token": "]<]image[>["},
 }
@@ -130,9 +146,12 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"max_image_size": 490},
     "cohere2_vision": {"patch_size": 2},
     "deepseek_ocr2": {"size": {"height": 48, "width": 48}, "tile_size": 48},
+    "dots3_note": {"temporal_patch_size": 1},
     "emu3": {"min_pixels": 256, "max_pixels": 4096},
     "fast_vlm": {"size": {"shortest_edge": 128}, "crop_size": {"height": 128, "width": 128}},
     "gemma3n": {"size": {"height": 64, "width": 64}},
+    "inkling2": {"size": {"height": 16, "width": 16}},
+    "inkling_mm_model": {"size": {"height": 8, "width": 8}},
     "idefics2": {"do_image_splitting": False, "size": {"shortest_edge": 16, "longest_edge": 64}},
     "lfm2_vl": {
         "encoder_patch_size": 8,
@@ -151,18 +170,18 @@ IMAGE_PROCESSORS: dict[str, dict[str, Any]] = {
         "vision_patch_size": 8,
         "downsampler_stride": 4,
     },
+    "unlimited_ocr": {"tile_size": 32},
     "video_llava": {"size": {"shortest_edge": 32}, "crop_size": {"height": 32, "width": 32}},
-}
-SOUND_PROCESSORS: dict[str, dict[str, Any]] = {
-    name: {"feature_size": 128} for name in ("glmasr", "qwen2_audio", "qwen2_5_omni_thinker", "qwen3_omni_moe_thinker")
 }
 PROCESSORS: dict[str, dict[str, Any]] = {
     "aria": {"size_conversion": {490: 4, 980: 8}},
     "aya_vision": {"img_size": 32, "patch_size": 8},
     "deepseek_ocr2": {"patch_size": 1},
     "fast_vlm": {"patch_size": 64, "num_additional_image_tokens": 0},
+    "kosmos-2.5": {"num_image_tokens": 16},
     "llava_onevision": {"num_image_tokens": 16, "vision_feature_select_strategy": "full"},
     "perception_lm": {"patch_size": 8, "pooling_ratio": 1},
+    "unlimited_ocr": {"patch_size": 4},
 }
 """Further arguments."""
 
@@ -204,12 +223,20 @@ class TinyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
         return mark
 
 
+class WithSpace(TinyTokenizer):
+    """One that begins a text with a space; Fuyu's processor drops its first token."""
+
+    def __call__(self, text: str, **options: Any) -> Any:
+        """See the base class."""
+        return super().__call__(" " + text, **options)
+
+
 def _tokenizer(model_type: str) -> TinyTokenizer:
     names = ["<unk>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
     inner = Tokenizer(models.BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>"))
     inner.pre_tokenizer, inner.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     special = {"pad_token": "<unk>", "unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    tokenizer = TinyTokenizer(tokenizer_object=inner, **special)
+    tokenizer = (WithSpace if model_type == "fuyu" else TinyTokenizer)(tokenizer_object=inner, **special)
     for attribute, mark in MARKS.get(model_type, {}).items():
         tokenizer.__dict__[attribute] = tokenizer._with(mark)
     for number in range(NUM_CODES if model_type in CODES else 0):
@@ -234,11 +261,12 @@ def tiny_with_processor(model_type: str, kind: str = "image") -> tuple[PreTraine
         if name in ("vision_config", "audio_config"):
             value = whole_config(value)
         setattr(owner, name, value)
-    processor = None if _of(PROCESSOR_MAPPING, model_type) is None else _processor(model_type, config, 1)
+    processor = None if _processor_class(model_type) is None else _processor(model_type, config, 1)
     if processor is None or kind not in Processor(processor).kinds:
         raise ValueError(f"it has no processor of {KINDS[kind]}")
     _agree(model_type, config, processor)
-    if kind == "image" and any(name in inspect.signature(type(processor).__init__).parameters for name in _NUM_TOKENS):
+    unknown = [name for name in _NUM_TOKENS if name not in PROCESSORS.get(model_type, {})]
+    if kind == "image" and any(hasattr(processor, name) for name in unknown):
         processor = _processor(model_type, config, _num_rows(model_type, config, processor))
         _agree(model_type, config, processor)
     return config, processor
@@ -259,7 +287,8 @@ def random_sound(sampling_rate: int, number: int) -> NDArray[np.float32]:
 
 def _of(mapping: Any, model_type: str) -> Any:
     """The class that an Auto class has for a model type; None: it has none."""
-    found = (mapping.get(CONFIG_MAPPING[each], None) for each in (model_type, ALIKE.get(model_type)) if each)
+    names = (INSTEAD.get(model_type, model_type), ALIKE.get(model_type))
+    found = (mapping.get(CONFIG_MAPPING[each], None) for each in names if each)
     classes = next((each for each in found if each is not None), None)
     if not isinstance(classes, Mapping):
         return classes
@@ -267,17 +296,31 @@ def _of(mapping: Any, model_type: str) -> Any:
     return next((classes[each] for each in backends if classes.get(each)), None)
 
 
+def _processor_class(model_type: str) -> type[ProcessorMixin] | None:
+    """The class that `AutoProcessor` has for a model type; or else the one named like its configuration."""
+    name = CONFIG_MAPPING[model_type].__name__.replace("Config", "Processor")
+    found: type[ProcessorMixin] | None = _of(PROCESSOR_MAPPING, model_type) or getattr(transformers, name, None)
+    return found
+
+
 def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> ProcessorMixin:
     vision = getattr(config, "vision_config", None) or getattr(config, "vq_config", None) or config
-    image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _of(PROCESSOR_MAPPING, model_type)
+    image_class, processor_class = _of(IMAGE_PROCESSOR_MAPPING, model_type), _processor_class(model_type)
+    assert processor_class is not None
     sizes = {} if image_class is None else _sizes(image_class, config, vision) | IMAGE_PROCESSORS.get(model_type, {})
     images = image_class and image_class(**sizes)
+    for name in _NUM_TOKENS:
+        if hasattr(images, name):
+            setattr(images, name, num_tokens)
+    audio = getattr(config, "audio_config", None)
+    parts = [audio, *(vars(audio).values() if audio else ())]
+    of_sound = next(({"feature_size": each.num_mel_bins} for each in parts if hasattr(each, "num_mel_bins")), {})
     video, sound = (_of(mapping, model_type) for mapping in (VIDEO_PROCESSOR_MAPPING, FEATURE_EXTRACTOR_MAPPING))
     given = {
         "image_processor": images,
         "tokenizer": _tokenizer(model_type),
         "video_processor": video and video(),
-        "feature_extractor": sound and sound(**SOUND_PROCESSORS.get(model_type, {})),
+        "feature_extractor": sound and sound(**of_sound),
         "audio_processor": sound and sound(),
         "num_additional_image_tokens": 1,
         "vision_feature_select_strategy": "default",
@@ -285,6 +328,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
         **{name: getattr(each, name) for each in (vision, config) for name in _OF_THE_MODEL if hasattr(each, name)},
     }
     parameters = inspect.signature(processor_class.__init__).parameters
+    given |= {name: _tokenizer(model_type) for name in parameters if name.endswith("_tokenizer")}
     arguments = {name: value for name, value in given.items() if name in parameters and value is not None}
     processor: ProcessorMixin = processor_class(**(arguments | PROCESSORS.get(model_type, {})))
     if model_type in PLACEHOLDERS:

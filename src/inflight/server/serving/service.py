@@ -18,7 +18,7 @@ from inflight.contracts.step.multimodal import MultimodalInputs
 from inflight.entrypoints.async_llm import AsyncLLM
 from inflight.entrypoints.inputs import Prompt, read_prompt
 from inflight.server.chat_format.chat_template import DEFAULT_REASONING, ReasoningOptions, render_chat
-from inflight.server.serving.items import place_items
+from inflight.server.serving.items import fetch_items, place_items
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
 from inflight.server.wire.api_errors import ApiError
@@ -204,6 +204,11 @@ class Service:
             return self._encoded(prompt, info, param, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
+
+    async def fetch_items(self, info: ModelInfo) -> int:
+        """Fetch the images and sounds that the request at hand has by address; return their bytes. Call it before
+        `written`."""
+        return await fetch_items(self.llm.tokenizer, info)
 
     def written(
         self,

@@ -1,6 +1,5 @@
-"""Puts the images and sounds of a request into its prompt, where their marks are; before, fetches those by address."""
+"""Puts the images and sounds of a request into its prompt, where their marks are."""
 
-from collections import Counter
 from typing import Any
 
 from inflight.contracts.api.errors import InvalidRequestError
@@ -11,26 +10,6 @@ from inflight.server.wire.strict_model import MARKED_ITEM, READING
 from inflight.text.tokenizer import Tokenizer
 
 OMITTED = "\n[{} omitted: it cannot be read here]\n"
-
-
-async def fetch_items(tokenizer: Tokenizer | None, info: ModelInfo) -> int:
-    """Replace addresses, among the items of the request at hand that the model reads, by files or errors. Return the
-    bytes of these files."""
-    reading = READING.get()
-    given = {mark: (kind, item) for mark, (kind, item) in reading.items.items() if kind in info.input_modalities}
-    addresses = {
-        mark: item for mark, (_, item) in given.items() if not isinstance(item, str | bytes | InvalidRequestError)
-    }
-    if not addresses or tokenizer is None:
-        return 0
-    kinds = {item: given[mark][0] for mark, item in addresses.items()}
-    try:
-        tokenizer.processor.check_numbers(Counter(kind for kind, _ in given.values()))
-        fetched = await reading.addresses.fetch(kinds)
-    except InvalidRequestError as error:
-        fetched = dict.fromkeys(kinds, error)
-    reading.items |= {mark: (given[mark][0], fetched[item]) for mark, item in addresses.items()}
-    return sum(len(each) for each in fetched.values() if isinstance(each, bytes))
 
 
 def place_items(text: str, tokenizer: Tokenizer, info: ModelInfo, param: str) -> tuple[str, dict[str, list[Any]]]:

@@ -36,7 +36,7 @@ MARKED_ITEM = re.compile(f"\n?({ITEM_MARK}[0-9a-f]{{32}}{ITEM_MARK})\n?")
 _DATA_URL = re.compile(r"data:(image|audio)/[\w.+-]+;base64,.")
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
 
-Item: TypeAlias = "str | bytes | Address | InvalidRequestError"
+Item: TypeAlias = str | bytes | Address | InvalidRequestError
 """A data URL, a file's bytes, an address, or why one could not be fetched."""
 NOWHERE = Addresses()
 """Allows nothing."""
@@ -173,7 +173,7 @@ def of_type(
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
             reading, (medium, url) = READING.get(), _item(given)
-            item = url if _DATA_URL.match(url) else reading.addresses.allowed(url)
+            item = url if _DATA_URL.match(url) else reading.addresses.allowed(medium, url)
             if otherwise is not None and item is not None:
                 return otherwise(reading.mark(medium, item), given)
             if otherwise is not None and (kind is None or isinstance(kind, str)) and not reading.is_strict:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Sequence, Set
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, NamedTuple
 from inflight.contracts.api.errors import InvalidRequestError
 
 if TYPE_CHECKING:
-    from aiohttp import ClientSession
     from yarl import URL
 
 OPTIONS = dict.fromkeys(("http", "https"), "--allowed-media-domains") | {"file": "--allowed-local-media-path"}
@@ -28,6 +27,7 @@ MAX_LENGTH = 8192
 AT_ONCE = 8
 """Fetches from one host, or from the folder."""
 _HOST = re.compile(r"[a-z0-9._:-]+")
+_PLAIN = {"Accept-Encoding": "identity"}
 
 
 class Address(NamedTuple):
@@ -41,11 +41,6 @@ class Address(NamedTuple):
     kind: str
     place: URL | Path
     turn: asyncio.Semaphore
-
-
-def scheme_of(url: str) -> str:
-    """The scheme of a URL, in small letters."""
-    return url[:8].partition(":")[0].lower()
 
 
 class Addresses:
@@ -75,13 +70,13 @@ class Addresses:
 
     def allowed(self, kind: str, url: str) -> Address | None:
         """The address of an image or sound; None: nothing allows it."""
-        if not (self._hosts or self._folder) or scheme_of(url) not in OPTIONS or len(url) > MAX_LENGTH:
+        if not (self._hosts or self._folder) or len(url) > MAX_LENGTH:
             return None
         from yarl import URL
 
         with suppress(ValueError, OSError, RuntimeError):  # no URL, no path, a loop of links
             parsed = URL(url)
-            if parsed.scheme != "file" and parsed.raw_host in self._hosts:
+            if parsed.scheme in ("http", "https") and parsed.raw_host in self._hosts:
                 return Address(kind, parsed, self._hosts[parsed.raw_host])
             if parsed.scheme == "file" and parsed.raw_host in (None, "localhost"):
                 path = Path(parsed.path).resolve()
@@ -99,7 +94,7 @@ class Addresses:
         """
         if (number := len(addresses)) > MAX_ADDRESSES:
             raise InvalidRequestError(f"the prompt has {number} images and sounds by address, above {MAX_ADDRESSES}")
-        from aiohttp import ClientSession
+        from aiohttp import ClientError, ClientSession
 
         left = self.max_bytes
 
@@ -107,43 +102,35 @@ class Addresses:
             nonlocal left
             left -= len(piece)
             if left < 0:
-                raise InvalidRequestError(f"what the request fetches has more than {self.max_bytes} bytes")
+                raise OSError(0, f"what the request fetches has more than {self.max_bytes} bytes")
             return piece
 
-        plain = {"Accept-Encoding": "identity"}
-        async with ClientSession(headers=plain, auto_decompress=False, trust_env=False) as session:
-            fetched = await asyncio.gather(*(self._fetched(each, session, take) for each in addresses))
-        return dict(zip(addresses, fetched, strict=True))
+        async def fetched(address: Address) -> bytes | InvalidRequestError:
+            kind, place, turn = address
+            try:
+                async with asyncio.timeout(self.max_seconds), turn:
+                    if isinstance(place, Path):
+                        return take(await asyncio.to_thread(_read, place, self.max_bytes + 1))
+                    async with session.get(place, allow_redirects=False) as response:
+                        if response.status != 200:
+                            why = ", a redirect, which is not followed" if response.status // 100 == 3 else ""
+                            raise OSError(0, f"the answer has status {response.status}{why}")
+                        return b"".join([take(piece) async for piece in response.content.iter_any()])
+            except TimeoutError:
+                cause = f"it took longer than {self.max_seconds:g} seconds"
+            except (ClientError, OSError, ValueError) as error:  # whose text may have the query
+                cause = getattr(error, "strerror", None) or f"the connection failed ({type(error).__name__})"
+            host = "the file" if isinstance(place, Path) else place.host
+            return InvalidRequestError(f"{NOUNS[kind]} cannot be read: {host}: {cause}")
 
-    async def _fetched(
-        self, address: Address, session: ClientSession, take: Callable[[bytes], bytes]
-    ) -> bytes | InvalidRequestError:
-        from aiohttp import ClientError
-
-        kind, place, turn = address
-        try:
-            async with asyncio.timeout(self.max_seconds), turn:
-                if isinstance(place, Path):
-                    return take(await asyncio.to_thread(_read, place, self.max_bytes + 1))
-                async with session.get(place, allow_redirects=False) as response:
-                    if response.status != 200:
-                        why = ", a redirect, which is not followed" if response.status // 100 == 3 else ""
-                        raise InvalidRequestError(f"the answer has status {response.status}{why}")
-                    return b"".join([take(piece) async for piece in response.content.iter_any()])
-        except InvalidRequestError as error:
-            cause = str(error)
-        except TimeoutError:
-            cause = f"it took longer than {self.max_seconds:g} seconds"
-        except (ClientError, OSError, ValueError) as error:  # whose text may have the query
-            cause = getattr(error, "strerror", None) or f"the connection failed ({type(error).__name__})"
-        host = "the file" if isinstance(place, Path) else place.host
-        return InvalidRequestError(f"{NOUNS[kind]} cannot be read: {host}: {cause}")
+        async with ClientSession(headers=_PLAIN, auto_decompress=False, trust_env=False) as session:
+            return dict(zip(addresses, await asyncio.gather(*map(fetched, addresses)), strict=True))
 
 
 def _read(path: Path, most: int) -> bytes:
-    """At most so many bytes of a file. Raises `OSError`, `InvalidRequestError`."""
+    """At most so many bytes of a file. Raises `OSError`."""
     if not path.is_file():
-        raise InvalidRequestError("there is no such file")
+        raise OSError(0, "there is no such file")
     with path.open("rb") as file:
         return file.read(most)
 

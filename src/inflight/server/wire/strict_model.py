@@ -22,7 +22,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Fiel
 from pydantic_core import PydanticCustomError
 
 from inflight.contracts.api.errors import InvalidRequestError
-from inflight.server.wire.addresses import OPTIONS, Address, Addresses, scheme_of
+from inflight.server.wire.addresses import OPTIONS, Address, Addresses
 from inflight.server.wire.api_errors import ApiError
 
 MAX_IGNORED = 64
@@ -179,7 +179,7 @@ def of_type(
             if otherwise is not None and (kind is None or isinstance(kind, str)) and not reading.is_strict:
                 reading.ignore(kind or "type")
                 return otherwise(shown_text(kind or "", given), given)
-            if otherwise is not None and (option := OPTIONS.get(scheme_of(url))) is not None:
+            if otherwise is not None and (option := OPTIONS.get(url[:6].partition(":")[0].lower())) is not None:
                 message = f"{reprlib.repr(kind)} has an address; this server fetches only what {option} allows"
                 raise refusal("unsupported_content", "type", message)
             listed = " or ".join(map(repr, accepted))
@@ -201,10 +201,8 @@ def _item(given: Mapping[str, Any]) -> tuple[str, str]:
     if isinstance(sound, dict):
         url = f"data:audio/{sound.get('format')};base64,{sound.get('data')}"
     url = url.get("url") if isinstance(url, dict) else url
-    if not isinstance(url, str):
-        return "", ""
-    by_name = "audio" if "audio_url" in given and "image_url" not in given else "image"
-    return (found[1] if (found := _DATA_URL.match(url)) else by_name), url
+    url = url if isinstance(url, str) else ""
+    return (found[1] if (found := _DATA_URL.match(url)) else "audio" if "audio_url" in given else "image"), url
 
 
 def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:

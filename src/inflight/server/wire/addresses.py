@@ -20,14 +20,9 @@ if TYPE_CHECKING:
 OPTIONS = dict.fromkeys(("http", "https"), "--allowed-media-domains") | {"file": "--allowed-local-media-path"}
 """What allows addresses, by scheme."""
 NOUNS = {"image": "an image", "audio": "a sound"}
-MAX_ADDRESSES = 256
-"""Of one request."""
-MAX_LENGTH = 8192
-"""Of an address, in characters."""
-AT_ONCE = 8
-"""Fetches from one host, or from the folder."""
+MAX_ADDRESSES, MAX_LENGTH, AT_ONCE = 256, 8192, 8
+"""Addresses of one request; characters of an address; fetches at once from one host, or from the folder."""
 _HOST = re.compile(r"[a-z0-9._:-]+")
-_PLAIN = {"Accept-Encoding": "identity"}
 
 
 class Address(NamedTuple):
@@ -120,10 +115,10 @@ class Addresses:
                 cause = f"it took longer than {self.max_seconds:g} seconds"
             except (ClientError, OSError, ValueError) as error:  # whose text may have the query
                 cause = getattr(error, "strerror", None) or f"the connection failed ({type(error).__name__})"
-            host = "the file" if isinstance(place, Path) else place.host
-            return InvalidRequestError(f"{NOUNS[kind]} cannot be read: {host}: {cause}")
+            return InvalidRequestError(f"{NOUNS[kind]} cannot be read: {getattr(place, 'host', 'the file')}: {cause}")
 
-        async with ClientSession(headers=_PLAIN, auto_decompress=False, trust_env=False) as session:
+        # Without `trust_env`, no proxy of the environment is used.
+        async with ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False) as session:
             return dict(zip(addresses, await asyncio.gather(*map(fetched, addresses)), strict=True))
 
 

@@ -26,11 +26,13 @@ ASKED = "Please transcribe this audio into text"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[RunningServer]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningServer]:
     model, processor = with_sounds()
     limit = {"audio": 1}
     llm = AsyncLLM(copy.deepcopy(model), processor, in_process=True, num_blocks=400, limit_mm_per_prompt=limit)
-    with RunningServer(llm, model_name="m") as running:
+    folder = tmp_path_factory.mktemp("sounds")
+    (folder / "talk.wav").write_bytes(file_of(sound(0)))
+    with RunningServer(llm, model_name="m", allowed_local_media_path=str(folder)) as running:
         yield running
 
 
@@ -56,12 +58,14 @@ def test_an_answer_is_that_of_the_plain_model(llm: LLM) -> None:
     assert llm.model_info.input_modalities == ("audio",)
 
 
-@pytest.mark.parametrize("is_url", [False, True])
-def test_chat_completions(server: RunningServer, llm: LLM, is_url: bool) -> None:
+@pytest.mark.parametrize("sent", ["data", "data URL", "address"])
+def test_chat_completions(server: RunningServer, llm: LLM, sent: str) -> None:
     data = base64.b64encode(file_of(sound(0))).decode()
     part: dict[str, Any] = {"type": "input_audio", "input_audio": {"data": data, "format": "wav"}}
-    if is_url:
-        part = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{data}"}}
+    if sent != "data":
+        file = f"file://{server.app.state.settings.allowed_local_media_path}/talk.wav"
+        url = file if sent == "address" else f"data:audio/wav;base64,{data}"
+        part = {"type": "audio_url", "audio_url": {"url": url}}
     content: list[Any] = [part, {"type": "text", "text": "What is this?"}]
     messages: list[Any] = [{"role": "user", "content": content}]
     options: dict[str, Any] = {"model": "m", "messages": messages, "max_tokens": NUM_TOKENS, "temperature": 0}

@@ -39,4 +39,4 @@ def offline() -> LLM:
 @pytest.fixture
 def strictly(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers refuse all fields that they do not know or support, as with `strict`."""
-    monkeypatch.setattr(json_route, "RequestParsing", lambda is_strict: RequestParsing(is_strict=True))
+    monkeypatch.setattr(json_route, "RequestParsing", lambda *_: RequestParsing(is_strict=True))

@@ -21,6 +21,7 @@ RARE = frozenset(
         *("max_body_size", "max_requests", "timeout_keep_alive", "grace_period", "log_text", "traces_endpoint"),
         *("allow_adapter_loading", "adapter_memory", "routing", "max_loaded_memory", "cors_origins", "print_config"),
         *("uds", "root_path", "response_store", "response_store_size"),
+        *("allowed_media_domains", "allowed_local_media_path"),
         # of an engine
         *("load_format", "quantization_group_size", "quantization_minima", "quantization_arithmetic"),
         *("record_forward", "executor", "attention_backend", "max_prefill_tokens_per_step", "policy", "aging_steps"),

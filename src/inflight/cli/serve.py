@@ -87,6 +87,8 @@ def limits(text: str) -> dict[str, int]:
 @click.option("--max-num-sequences", type=int, help="Most sequences of one request: prompts times sequences each.")
 @click.option("--max-logprobs", type=int, help="Most alternatives per token that a request may ask for.")
 @click.option("--limit-mm-per-prompt", type=limits, help="Most items of a prompt, as image=4,audio=1, or JSON.")
+@click.option("--allowed-media-domains", multiple=True, help="Fetch images and sounds from this host; repeatable.")
+@click.option("--allowed-local-media-path", type=click.Path(), help="A folder of images and sounds for file URLs.")
 @click.option("--request-timeout", type=float, help="Seconds after which a request is aborted.")
 @click.option("--routing", type=click.Choice(ROUTINGS), help=f"Which replica gets a request.  [default: {ROUTINGS[0]}]")
 @click.option("--step-timeout", type=float, help="Seconds of an engine's silence after which it is killed.")

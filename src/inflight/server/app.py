@@ -106,6 +106,7 @@ def batch_jobs(folder: Path, answerer: Answerer, max_in_work: int, observer: Req
 def _set_up(app: FastAPI, service: Service, has: Callable[[Endpoint], bool], store: ResponseStore) -> None:
     app.state.service = app.state.catalog = service
     app.state.settings, app.state.is_strict = service.settings, service.settings.strict
+    app.state.addresses = service.settings.addresses
     app.state.responses = store
     add_endpoints(app, lambda endpoint: JsonRoute if has(endpoint) else None)
     add_error_handlers(app, errors_of_path)

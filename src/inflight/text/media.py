@@ -36,6 +36,7 @@ NEEDS = (
     "'inflight-llm[audio]'), and many models' processors torchvision or torchaudio"
 )
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
+_URL = re.compile(r"(https?|file)://", re.IGNORECASE)
 _ERRORS = (binascii.Error, OSError, ValueError, TypeError, SyntaxError, AttributeError, EOFError, RuntimeError)
 
 
@@ -45,6 +46,8 @@ def _opened(source: Any) -> AbstractContextManager[BinaryIO | None]:
         return io.BytesIO(source)
     if isinstance(source, str) and (head := _DATA_URL.match(source)):
         return io.BytesIO(base64.b64decode(source[head.end() :], validate=True))
+    if isinstance(source, str) and _URL.match(source):
+        raise ValueError("URLs are not fetched here; download it, and give its path")
     if isinstance(source, str | os.PathLike):
         return open(os.path.expanduser(source), "rb")
     return nullcontext()

@@ -100,12 +100,7 @@ class Processor:
             InvalidRequestError: there are too many, one cannot be read, or the text has not as many places.
         """
         given = {kind: each for kind, each in (("image", images), ("audio", sounds)) if len(each)}
-        for kind, each in given.items():
-            if len(each) > self.limits.get(kind, len(each)):
-                raise InvalidRequestError(
-                    f"the prompt has {len(each)} {KINDS[kind]}; at most {self.limits[kind]} are accepted "
-                    "(limit_mm_per_prompt)"
-                )
+        self.check_numbers({kind: len(each) for kind, each in given.items()})
         opened = {kind: [self.of(kind).open(source) for source in each] for kind, each in given.items()}
         with self._lock:
             whole = _process(self.inner, text, opened, add_special_tokens)
@@ -116,6 +111,15 @@ class Processor:
         encoder_arrays = {name: each for name, each in arrays.items() if name.startswith(_OF_THE_ENCODER)}
         arrays = {name: each for name, each in arrays.items() if name not in encoder_arrays}
         return token_ids, MultimodalInputs(items, arrays, encoder_arrays if len(items) > 1 else {})
+
+    def check_numbers(self, numbers: Mapping[str, int]) -> None:
+        """Raise `InvalidRequestError` if these are too many items, by kind, for one prompt."""
+        for kind, number in numbers.items():
+            if number > self.limits.get(kind, number):
+                raise InvalidRequestError(
+                    f"the prompt has {number} {KINDS[kind]}; at most {self.limits[kind]} are accepted "
+                    "(limit_mm_per_prompt)"
+                )
 
     def transcription_request(self, prompt: str | None, language: str | None) -> str | None:
         """The text with which a model that transcribes is asked about one sound; None: its processor writes none.

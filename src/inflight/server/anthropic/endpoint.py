@@ -31,7 +31,7 @@ async def count_tokens(body: CountRequest, request: Request) -> Response:
     service = service_of(request)
     service.adapter_of(body.model)
     info = await service.generating_info()
-    size = len(await request.body())
+    size = len(await request.body()) + await service.fetch_items(info)
     chat, options = body.for_template(service.settings), body.reasoning_options
     written = await off_loop(size, lambda: service.written(chat, info, "messages", options))
     return json_response({"input_tokens": len(written.token_ids)})

@@ -62,6 +62,7 @@ def create_models_app(
     app = FastAPI(title="inflight", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     app.state.models, app.state.catalog = pool, PoolCatalog(pool, loads)
     app.state.settings, app.state.is_strict = settings, settings.strict
+    app.state.addresses = settings.addresses
     app.state.responses = responses
     add_endpoints(app, _route_of)
     add_error_handlers(app, errors_of_path)

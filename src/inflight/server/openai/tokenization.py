@@ -54,7 +54,8 @@ async def tokenize(body: TokenizeRequest, request: Request) -> Response:
     service = service_of(request)
     service.adapter_of(body.model)
     info = await service.model_info()
-    return await off_loop(len(await request.body()), lambda: _tokenized(body, service, info))
+    size = len(await request.body()) + await service.fetch_items(info)
+    return await off_loop(size, lambda: _tokenized(body, service, info))
 
 
 def _tokenized(body: TokenizeRequest, service: Service, info: ModelInfo) -> Response:

@@ -152,7 +152,7 @@ async def prepared(body: B, request: Request, make: Callable[[B, Service, ModelI
     service = service_of(request)
     service.adapter_of(body.model)
     info = await service.generating_info()
-    size = len(await request.body()) + more_bytes
+    size = len(await request.body()) + more_bytes + await service.fetch_items(info)
     return await off_loop(size, lambda: make(body, service, info))
 
 

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.step.multimodal import KINDS
 from inflight.server.wire.api_errors import ApiError
@@ -22,12 +23,15 @@ def place_items(text: str, tokenizer: Tokenizer, info: ModelInfo, param: str) ->
 
     Raises:
         ApiError: reading is strict, and there is an item that the model cannot read (400).
+        InvalidRequestError: an item could not be fetched.
     """
     reading, items = READING.get(), {kind: list[Any]() for kind in KINDS}
     pieces = MARKED_ITEM.split(text)
     for number in range(1, len(pieces), 2):
         kind, item = reading.items.get(pieces[number], ("image", None))
         if item is not None and kind in info.input_modalities:
+            if isinstance(item, InvalidRequestError):
+                raise item
             items[kind].append(item)
             pieces[number] = tokenizer.processor.of(kind).placeholder
             continue

@@ -4,6 +4,7 @@ names and checks the context length. Knows no endpoint.
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +22,9 @@ from inflight.server.chat_format.chat_template import DEFAULT_REASONING, Reasoni
 from inflight.server.serving.items import place_items
 from inflight.server.serving.observer import RequestObserver
 from inflight.server.serving.settings import ANY_NAME, ServerSettings
+from inflight.server.wire.addresses import Address
 from inflight.server.wire.api_errors import ApiError
+from inflight.server.wire.strict_model import READING
 from inflight.text.tokenizer import Tokenizer
 
 MAX_SCORES = 2**19
@@ -204,6 +207,22 @@ class Service:
             return self._encoded(prompt, info, param, add_special_tokens=add_special_tokens)
         except InvalidRequestError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from error
+
+    async def fetch_items(self, info: ModelInfo) -> int:
+        """Fetch what the request at hand has by address and the model reads, for `written`, which raises what is wrong
+        with it. Return the bytes."""
+        reading = READING.get()
+        items = {mark: each for mark, each in reading.items.items() if each[0] in info.input_modalities}
+        addresses = {mark: item for mark, (_, item) in items.items() if isinstance(item, Address)}
+        if not addresses:
+            return 0
+        try:
+            self.tokenizer.processor.check_numbers(Counter(kind for kind, _ in items.values()))
+            fetched = await reading.addresses.fetch(set(addresses.values()))
+        except InvalidRequestError as error:
+            fetched = dict.fromkeys(addresses.values(), error)
+        reading.items |= {mark: (address.kind, fetched[address]) for mark, address in addresses.items()}
+        return sum(len(each) for each in fetched.values() if isinstance(each, bytes))
 
     def written(
         self,

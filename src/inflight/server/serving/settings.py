@@ -10,6 +10,7 @@ from msgspec import Meta
 from inflight.contracts.api import options
 from inflight.contracts.api.params import MAX_LOGPROBS
 from inflight.server.chat_format.families import CALL_FORMATS
+from inflight.server.wire.addresses import Addresses
 
 DEMO_MODEL_NAME = "inflight-demo"
 """The name of the embedded model."""
@@ -51,6 +52,8 @@ class ServerSettings:
         response_store: a file for stored responses and conversations.
         response_store_size: most bytes of them; the least recently used are dropped.
         allow_adapter_loading: whether clients may load and unload adapters.
+        allowed_media_domains: hosts of images and sounds that requests give by http and https URLs.
+        allowed_local_media_path: a folder of those that they give by file URLs; None: none are read.
         tool_call_parser: how the model writes tool calls, one of `CALL_FORMATS`; None: derived from its chat template.
 
     Raises:
@@ -72,7 +75,14 @@ class ServerSettings:
     response_store: str = IN_MEMORY
     response_store_size: options.Positive = 2**26
     allow_adapter_loading: bool = False
+    allowed_media_domains: tuple[str, ...] = ()
+    allowed_local_media_path: str | None = None
     tool_call_parser: str | None = None
+
+    @property
+    def addresses(self) -> Addresses:
+        """What a new server may fetch."""
+        return Addresses(self.allowed_media_domains, self.allowed_local_media_path)
 
     def __post_init__(self) -> None:
         for name in (self.model_name, *self.model_aliases):
@@ -80,3 +90,4 @@ class ServerSettings:
                 raise ValueError(f"a name of the model is {name!r}; it must be a non-empty string")
         if self.tool_call_parser is not None:
             options.check("tool_call_parser", self.tool_call_parser, Literal[*CALL_FORMATS])
+        _ = self.addresses  # refuses what is wrong

@@ -21,7 +21,7 @@ from starlette.responses import Response
 
 from inflight.server.wire.api_errors import ApiError
 from inflight.server.wire.off_loop import off_loop
-from inflight.server.wire.strict_model import READING, RequestParsing
+from inflight.server.wire.strict_model import NOWHERE, READING, RequestParsing
 
 to_json = msgspec.json.encode
 
@@ -58,7 +58,8 @@ class JsonRoute(APIRoute):
         model = None if self.body_field is None else self.body_field.field_info.annotation
 
         async def read_and_handle(request: Request) -> Response:
-            reading = RequestParsing(is_strict=getattr(request.app.state, "is_strict", False))
+            state = request.app.state
+            reading = RequestParsing(getattr(state, "is_strict", False), getattr(state, "addresses", NOWHERE))
             READING.set(reading)
             try:
                 response = await handle(_JsonRequest(request, model))

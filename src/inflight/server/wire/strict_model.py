@@ -16,11 +16,13 @@ import secrets
 from collections.abc import Callable, Mapping, Set
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, TypeAlias, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.server.wire.addresses import OPTIONS, Address, Addresses
 from inflight.server.wire.api_errors import ApiError
 
 MAX_IGNORED = 64
@@ -31,8 +33,13 @@ LIKENESS_OF_MISSPELT = 0.85
 ITEM_MARK = "\ufdd0"
 """A character that no text has."""
 MARKED_ITEM = re.compile(f"\n?({ITEM_MARK}[0-9a-f]{{32}}{ITEM_MARK})\n?")
-_ITEM = re.compile(r"data:(image|audio)/[\w.+-]+;base64,.")
+_DATA_URL = re.compile(r"data:(image|audio)/[\w.+-]+;base64,.")
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
+
+Item: TypeAlias = str | bytes | Address | InvalidRequestError
+"""A data URL, a file's bytes, an address, or why one could not be fetched."""
+NOWHERE = Addresses()
+"""Allows nothing."""
 
 T = TypeVar("T")
 Many = Annotated[list[T], Field(fail_fast=True)]
@@ -45,14 +52,15 @@ class RequestParsing:
 
     Attributes:
         is_strict: whether fields that could be ignored or replaced are refused.
+        addresses: what may be fetched.
         ignored: the names of ignored and replaced fields.
-        items: the kinds of images and sounds, and their data URLs or files' bytes, by the mark that stands in their
-            place in a text.
+        items: images and sounds with their kinds, by the mark that stands in their place in a text.
     """
 
     is_strict: bool = False
+    addresses: Addresses = NOWHERE
     ignored: list[str] = field(default_factory=list)
-    items: dict[str, tuple[str, str | bytes]] = field(default_factory=dict)
+    items: dict[str, tuple[str, Item]] = field(default_factory=dict)
 
     @property
     def shown_ignored(self) -> str:
@@ -60,7 +68,7 @@ class RequestParsing:
         names = [name if _SANE.fullmatch(name) else "(an odd name)" for name in self.ignored[:MAX_IGNORED]]
         return ", ".join([*names, *(["(others)"] if len(self.ignored) > MAX_IGNORED else [])])
 
-    def mark(self, kind: str, item: str | bytes) -> str:
+    def mark(self, kind: str, item: Item) -> str:
         """Keep an image or sound; return a mark for its place, which no other text has."""
         mark = f"{ITEM_MARK}{secrets.token_hex(16)}{ITEM_MARK}"
         self.items[mark] = kind, item
@@ -164,11 +172,16 @@ def of_type(
     def check(given: Any) -> Any:
         kind = _type_in(given, absent) if isinstance(given, dict) else accepted[0]
         if kind not in accepted:
-            if otherwise is not None and (item := _item(given)) is not None:
-                return otherwise(READING.get().mark(*item), given)
-            if otherwise is not None and (kind is None or isinstance(kind, str)) and not READING.get().is_strict:
-                READING.get().ignore(kind or "type")
+            reading, (medium, url) = READING.get(), _item(given)
+            item = url if _DATA_URL.match(url) else reading.addresses.allowed(medium, url)
+            if otherwise is not None and item is not None:
+                return otherwise(reading.mark(medium, item), given)
+            if otherwise is not None and (kind is None or isinstance(kind, str)) and not reading.is_strict:
+                reading.ignore(kind or "type")
                 return otherwise(shown_text(kind or "", given), given)
+            if otherwise is not None and (option := OPTIONS.get(url[:6].partition(":")[0].lower())) is not None:
+                message = f"{reprlib.repr(kind)} has an address; this server fetches only what {option} allows"
+                raise refusal("unsupported_content", "type", message)
             listed = " or ".join(map(repr, accepted))
             message = f"the type is {reprlib.repr(kind)}; this server takes {what} of type {listed} only"
             raise refusal("unsupported_content", "type", message)
@@ -177,17 +190,19 @@ def of_type(
     return BeforeValidator(check)
 
 
-def _item(given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The kind and data URL of an image or sound, as a part of OpenAI's APIs or a block of Anthropic's; None: it is
+def _item(given: Mapping[str, Any]) -> tuple[str, str]:
+    """The kind and URL of an image or sound, as a part of OpenAI's APIs or a block of Anthropic's; an empty URL: it is
     something else."""
     source, sound, url = given.get("source"), given.get("input_audio"), given.get("image_url", given.get("audio_url"))
     if isinstance(source, dict) and source.get("type") == "base64":
         url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+    elif isinstance(source, dict) and source.get("type") == "url" and given.get("type") == "image":
+        url = source
     if isinstance(sound, dict):
         url = f"data:audio/{sound.get('format')};base64,{sound.get('data')}"
     url = url.get("url") if isinstance(url, dict) else url
-    found = _ITEM.match(url) if isinstance(url, str) else None
-    return found and (found[1], str(url))
+    url = url if isinstance(url, str) else ""
+    return (found[1] if (found := _DATA_URL.match(url)) else "audio" if "audio_url" in given else "image"), url
 
 
 def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:

@@ -226,9 +226,8 @@ class TinyTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
 class WithSpace(TinyTokenizer):
     """One that begins a text with a space; Fuyu's processor drops its first token."""
 
-    def __call__(self, text: str, **options: Any) -> Any:
-        """See the base class."""
-        return super().__call__(" " + text, **options)
+    def _encode_plus(self, text: str, *args: Any, **options: Any) -> Any:
+        return super()._encode_plus(" " + text, *args, **options)
 
 
 def _tokenizer(model_type: str) -> TinyTokenizer:
@@ -394,7 +393,8 @@ def _agree(model_type: str, config: PreTrainedConfig, processor: ProcessorMixin)
     if "vocabulary_map" in vars(config):
         config.vocabulary_map = tokenizer.get_vocab()
     for part in (config, config.get_text_config(decoder=True)):
-        sizes = dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), len(tokenizer) + NUM_SPARE)
+        names = ("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input")
+        sizes = dict.fromkeys(names, len(tokenizer) + NUM_SPARE)
         for name, size in {**sizes, "max_position_embeddings": MAX_LENGTH}.items():
             if name in vars(part):
                 setattr(part, name, size)

@@ -23,6 +23,8 @@ MASK = "attention_mask"
 """The field that tells which rows are no padding (Gemma 4's sounds)."""
 WITHIN = ("hidden_states", "attentions")
 """Fields of the encoder's own layers."""
+ARGUMENTS = {"image": ("pixel_values", "_patches"), "audio": ("input_features", "input_values")}
+"""Endings of the names of a model's arguments for each kind of item."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
 
@@ -151,7 +153,12 @@ def output_of(like: ModelOutput, rows: Rows, number: int) -> ModelOutput:
 
 
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:
-    """What a model encodes, besides text: "image", "audio"."""
-    base = model.base_model
-    encoded = [kind for kind in KINDS if encoders(model) or hasattr(base, f"get_{kind}_features")]
-    return tuple(kind for kind in encoded if placeholder_id(model.config, kind) is not None)
+    """What a model reads besides text: "image", "audio"."""
+    names = forward_parameters(model)
+    has_part = {kind: encoders(model) or hasattr(model.base_model, f"get_{kind}_features") for kind in KINDS}
+    return tuple(
+        kind
+        for kind in KINDS
+        if (has_part[kind] and placeholder_id(model.config, kind) is not None)
+        or any(name.endswith(ARGUMENTS[kind]) for name in names)
+    )

@@ -184,9 +184,9 @@ class EncoderOutputs:
                 self.why_generated[name] = None
                 try:
                     prove()
-                except ModelError as error:
-                    self.why_generated[name] = str(error)
-                    logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], error)
+                except Exception as error:  # the model's own code can raise anything
+                    self.why_generated[name] = reason = first_line(error)
+                    logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
             if self.why_generated[name] is not None:
                 return False
         return True

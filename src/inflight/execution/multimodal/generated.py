@@ -61,7 +61,9 @@ class GeneratedSequences:
         kept = [number for number, span in enumerate(spans) if span.slot not in self._assigned]
         if len(kept) == len(spans):
             return others(batch)
-        logits = {span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned}
+        logits: dict[int, Tensor | None] = {
+            span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned
+        }
         if kept:
             tables = tuple(tuple(table[number] for number in kept) for table in plan.tables)
             rest = replace(plan, spans=tuple(spans[number] for number in kept), tables=tables)
@@ -70,19 +72,20 @@ class GeneratedSequences:
             logits |= {
                 span.sequence_id: each for span, each in zip(rest.spans, torch.split(of_rest, sizes), strict=True)
             }
-        return torch.cat([logits[span.sequence_id] for span in spans])
+        wanted = [each for span in spans if (each := logits[span.sequence_id]) is not None]
+        return torch.cat(wanted) if wanted else others(RaggedBatch.empty(len(plan.tables), batch.input_ids.device))
 
     def _end(self, slot: int) -> None:
         if (running := self._running.pop(slot, None)) is not None:
             running.end()
 
-    def _run(self, span: Span) -> Tensor:
-        """The logits `[num_logit_rows, V]` of a span, in the model's dtype. The prompt runs whole, with its last
-        chunk. Raises `EncodingError`."""
+    def _run(self, span: Span) -> Tensor | None:
+        """The logits `[1, V]` of a span, in the model's dtype; None: it has no logit row. The prompt runs whole, with
+        its last chunk. Raises `EncodingError`."""
         slot, assigned, token_ids = span.slot, self._assigned[span.slot], self._token_ids[span.slot]
         token_ids[span.start :] = span.token_ids
         if not span.num_logit_rows:
-            return torch.empty(0, self._model.get_input_embeddings().weight.shape[0], dtype=self._model.dtype)
+            return None
         attention = nullcontext() if self._attention is None else with_attention(self._model, self._attention)
         with failing(span.sequence_id), attention:
             running = self._running.get(slot)

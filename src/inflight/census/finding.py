@@ -23,7 +23,7 @@ class Finding:
     """One row of the table.
 
     Attributes:
-        executor: the executor that the engine chose: "packed", "rows" or "sequential"; None: none.
+        executor: the executor that the engine chose: "packed", "rows", "sequential" or "generate"; None: none.
         reason: why the class is not exact, in one line; for an exact class, what limits the result, or "".
         num_parameters: parameters of the tiny model; 0: there was no model.
         share_changed: the share of the plain model's argmaxes that other tokens far back change: how much context

@@ -3,6 +3,7 @@
 import copy
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias, cast
@@ -11,7 +12,7 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel, ProcessorMixin
 
 from inflight.census.finding import Finding, first_line
-from inflight.census.sensitive import build, sensitive_model
+from inflight.census.sensitive import Sensitivity, build, sensitive_model
 from inflight.census.tiny_configs import CLASSES_WITH, whole_config
 from inflight.census.tiny_processors import multimodal_class, random_image, random_sound, tiny_with_processor
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
@@ -56,9 +57,8 @@ def examine_with(items: str, model_type: str) -> Finding:
         num_parameters = build(model_class, config).num_parameters()
         try:
             model, sensitivity = sensitive_model(model_class, config)
-        except Exception as error:
-            reason = f"it does not run on tokens alone: {first_line(error)}"
-            return replace(finding, outcome="not causal", reason=reason)
+        except Exception:  # it does not run on tokens alone
+            model, sensitivity = build(model_class, config), Sensitivity(0, 0, 0)
         finding = replace(
             finding,
             num_parameters=num_parameters,
@@ -82,8 +82,6 @@ def _why_not_causal(model_class: type[PreTrainedModel], model_type: str) -> str:
         return "it does not generate token by token"
     if model_class.forward is torch.nn.Module.forward:
         return "it is several models, and has no forward pass of its own"
-    if model_class.main_input_name != "input_ids":
-        return f"it does not run on tokens alone: its main input is {model_class.main_input_name!r}"
     return ""
 
 
@@ -93,14 +91,22 @@ Expected: TypeAlias = list[tuple[list[int], torch.Tensor]]
 
 def _with_expected(model: PreTrainedModel, processor: ProcessorMixin, kind: str) -> tuple[Prompts, Expected, str]:
     """Prompts, the plain model's answers, and what it cannot take."""
-    prompts = _prompts(processor, kind, TEXTS if kind == "image" else WITH_ONE)
-    try:
-        return prompts, [_plain(model, processor, each) for each in prompts], ""
-    except Exception:
-        if kind != "image":
-            raise
-    prompts = _prompts(processor, kind, WITH_ONE)
-    return prompts, [_plain(model, processor, each) for each in prompts], "one image a prompt: it takes no more"
+    tried = {
+        "": TEXTS if kind == "image" else WITH_ONE,
+        f"one {kind} a prompt: it takes no more": WITH_ONE,
+        f"one {kind} a prompt: it takes no more, and no text alone": WITH_ONE[1:],
+    }
+    for each, given in tried.items():
+        note = each
+        with suppress(Exception) if given != WITH_ONE[1:] else nullcontext():
+            prompts = _prompts(processor, kind, given)
+            expected = [_plain(model, processor, prompt) for prompt in prompts]
+            break
+    about, other = _prompts(processor, kind, WITH_ONE[1:3])
+    name = next(name for name in about if name != "prompt")
+    if _plain(model, processor, {**about, name: other[name]})[0] == _plain(model, processor, about)[0]:
+        note = "; ".join(each for each in (note, f"another {kind}, the same answer") if each)
+    return prompts, expected, note
 
 
 def _prompts(processor: ProcessorMixin, kind: str, given: Sequence[tuple[str, tuple[int, ...]]]) -> Prompts:
@@ -127,7 +133,7 @@ def _plain(model: PreTrainedModel, processor: ProcessorMixin, prompt: dict[str, 
         output_logits=True,
         return_dict_in_generate=True,
     )
-    return output.sequences[0, read["input_ids"].shape[1] :].tolist(), torch.cat(output.logits)
+    return output.sequences[0, -NUM_TOKENS:].tolist(), torch.cat(output.logits)
 
 
 def _compared(
@@ -155,13 +161,27 @@ def _compared(
                 if wrong:
                     return replace(finding, outcome="wrong", reason=f"prompts {wrong}{which}")
             num_tokens = 2 * NUM_TOKENS * len(prompts)
-            in_one_piece = budget != BUDGETS[0]
-            return replace(finding, outcome="exact", reason="", num_tokens=num_tokens, in_one_piece=in_one_piece)
+            in_one_piece, why = budget != BUDGETS[0], _why_generated(llm)
+            finding = replace(finding, outcome="exact", reason="", num_tokens=num_tokens, in_one_piece=in_one_piece)
+            if why is not None:
+                finding = replace(finding, executor="generate", is_recorded=False, reason=why)
+            return finding
         except (ModelError, InvalidRequestError) as error:
             finding = replace(finding, outcome="refused", reason=first_line(error))
             if "see each other" not in finding.reason:
                 break
     return finding
+
+
+def _why_generated(llm: LLM) -> str | None:
+    """Why prompts with one item ran in the model's own `generate`, and how texts run; None: they did not."""
+    outputs, executor = llm.engine.runner.encoder_outputs, llm.model_info.executor
+    if executor == "generate":
+        return llm.model_info.notes[0]
+    if outputs is None:
+        return f"texts run as {executor}"
+    why = next((each for name, each in outputs.why_generated.items() if name in KINDS and each), None)
+    return None if why is None else f"texts run as {executor}: {why}"
 
 
 def _is_as_good(tokens: list[int], plain: list[int], logits: torch.Tensor) -> bool:

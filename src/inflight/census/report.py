@@ -14,7 +14,7 @@ from inflight.census.finding import MIN_DISTINCT, MIN_SHARE, Finding, Outcome, s
 MAX_REASON, MAX_PEER = 300, 100
 """Most characters of a reason and of a peer's result in a table; JSON keeps more."""
 
-EXECUTORS = ("packed", "rows", "sequential")
+EXECUTORS = ("packed", "rows", "sequential", "generate")
 NO_CAUSAL_LM: tuple[Outcome, ...] = ("not causal", "not built")
 
 INTRODUCTION = """\

@@ -135,6 +135,8 @@ def _standardise(model: PreTrainedModel, generator: torch.Generator) -> list[Ten
             is_sharp = is_matrix and any(part in name for part in _QUERIES_AND_KEYS)
             deviation = KERNEL_STD if is_kernel else BASE_STD * SHARPER if is_sharp else BASE_STD
             _set_deviation(weight, deviation, generator)
+        elif weight.numel() == 1 and not weight.any():
+            weight.fill_(1)  # a gate that is shut at first, as Mllama's
         elif weight.dim() == 1:
             is_scale = weight.mean() > 0.5
             weight.add_((0.1 if is_scale else BASE_STD) * torch.randn(weight.shape, generator=generator))

@@ -123,7 +123,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 MARKS: dict[str, dict[str, str]] = {
     "cohere_compass": {"image_token": "<|IMAGE_PAD|>"},
     "emu3": {"eol_token": "<|extra_200|>"},
-    "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|"},
+    "fuyu": {"speaker_token": "|SPEAKER|", "newline_token": "|NEWLINE|", "answer_token": "<0x04>"},
     "qwen2_audio": {"audio_token": "<|AUDIO|>"},
     "minimax_m3_vl": {"media_token": "]<]image[>["},
 }

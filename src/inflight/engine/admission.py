@@ -228,18 +228,16 @@ def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: Mo
         raise InvalidRequestError("truncate_prompt_tokens would cut images or sounds; give a shorter prompt")
 
 
-def left_to_generate(request: Request, inputs: MultimodalInputs) -> Request:
+def left_to_generate(request: Request) -> Request:
     """A request whose prompt the model's own `generate` runs. Raises `InvalidRequestError`.
 
     Its blocks stay empty, so no other may use them, and no draft token can be taken back.
     """
     for name, value in (("prompt_logprobs", request.params.prompt_logprobs), ("an adapter", request.adapter)):
         if value is not None:
-            raise InvalidRequestError(
-                f"the model's own generate runs a prompt with these images or sounds, without {name}"
-            )
+            raise InvalidRequestError(f"the model's own generate runs this prompt, without {name}")
     params = replace(request.params, speculation=False)
-    return replace(request, multimodal=inputs, params=params, cache_salt=uuid4().hex)
+    return replace(request, params=params, cache_salt=uuid4().hex)
 
 
 def check_whole(inputs: MultimodalInputs, limit: int) -> None:

@@ -183,15 +183,14 @@ class Engine:
         request = accepted.request
         if request.request_id in self._reporter:
             raise InvalidRequestError(f"request_id {request.request_id!r} is in use by an unfinished request")
-        if request.multimodal is not None:
-            inputs = self.runner.check_images(request.prompt_token_ids, request.multimodal)
+        if (inputs := request.multimodal) is not None:
+            inputs = self.runner.check_images(request.prompt_token_ids, inputs)
             limits = self.scheduler.limits
-            if inputs.is_generated:
-                request = left_to_generate(request, inputs)
-            else:
-                check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
-                request = replace(request, multimodal=inputs)
-            accepted = replace(accepted, request=request)
+            check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
+            request = replace(request, multimodal=inputs)
+        if self.model_info.executor == "generate" or (inputs is not None and inputs.is_generated):
+            request = left_to_generate(request)
+        accepted = replace(accepted, request=request)
         self._reporter.follow(accepted)
         self._totals.requests += 1
         self.scheduler.submit(request)

@@ -18,7 +18,7 @@ from inflight.contracts.step.cache_layout import CacheLayout
 from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import Span, SpanTokens, StepPlan, StepTokens
 from inflight.execution.attention.compared import ComparedAttention
-from inflight.execution.executors import PackedExecutor, require_packed
+from inflight.execution.executors import GenerateExecutor, PackedExecutor, require_packed
 from inflight.execution.executors.kept_states import KeptStates
 from inflight.execution.hf.load import ModelSource
 from inflight.execution.multimodal import BETWEEN, EncoderOutputs, GeneratedSequences
@@ -63,7 +63,11 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
-        self._generated = GeneratedSequences(self.model, BETWEEN if self.executor.name == "packed" else None)
+        self._generated = GeneratedSequences(
+            self.model,
+            BETWEEN if self.executor.name == "packed" else None,
+            takes_all=isinstance(self.executor, GenerateExecutor),
+        )
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 

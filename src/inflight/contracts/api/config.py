@@ -227,7 +227,8 @@ class DebugConfig:
     Attributes:
         executor: how the model is run: "packed" (all tokens of a step in one row), "rows" (batches of rows, with the
             model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
-            proved exact). An executor that is asked for is proved, too.
+            proved exact). An executor that is asked for is proved, too. "generate" leaves every sequence to the model's
+            own `generate`; with "auto", only encoder-decoders and multimodal models that run in no other way.
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
         record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs
@@ -240,7 +241,7 @@ class DebugConfig:
         ValueError: an option is unknown, out of range, or does not go with another.
     """
 
-    executor: Literal["auto", "packed", "rows", "sequential"] = "auto"
+    executor: Literal["auto", "packed", "rows", "sequential", "generate"] = "auto"
     attention_backend: Literal["auto", "reference", "torch", "cpu"] = "auto"
     record_forward: bool = True
     verify: bool = False
@@ -335,7 +336,7 @@ class EngineConfig:
             RANKS: self.tensor_parallel_size > 1,
             QUANTIZATION: self.quantization.method is not None,
             CACHE_DTYPE: self.kv_cache.dtype != "auto",
-            OTHER_EXECUTORS: self.debug.executor in ("rows", "sequential"),
+            OTHER_EXECUTORS: self.debug.executor not in ("auto", "packed"),
             GPU: self.device not in ("auto", "cpu"),
         }
 

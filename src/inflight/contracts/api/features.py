@@ -26,7 +26,7 @@ class Features:
     """The properties of a model that features depend on. Unknown ones refuse nothing.
 
     Attributes:
-        executor: "packed", "rows" or "sequential".
+        executor: "packed", "rows", "sequential" or "generate".
         device: the kind of its device, such as "cpu".
         num_ranks: how many processes run it together.
         pools: whether it pools texts instead of generating.
@@ -96,14 +96,14 @@ class Refusal(NamedTuple):
 REFUSALS = (
     Refusal(
         (QUANTIZATION, CACHE_DTYPE, ADAPTERS, PREFIX_STORE, INSPECTION),
-        "a model that runs as rows or sequentially",
-        lambda model: model.executor in ("rows", "sequential"),
+        "a model that does not run packed",
+        lambda model: model.executor not in (None, "packed"),
         "its attention and cache are the model's own, and nothing of ours reads or writes them",
     ),
     Refusal(
         (SPECULATION, DRAFT_MODEL),
-        "a model that runs as rows or sequentially",
-        lambda model: model.executor in ("rows", "sequential"),
+        "a model that does not run packed",
+        lambda model: model.executor not in (None, "packed"),
         "it cannot take back what it has computed for draft tokens that turn out wrong",
     ),
     Refusal(

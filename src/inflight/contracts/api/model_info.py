@@ -28,7 +28,7 @@ class ModelInfo:
 
     Attributes:
         checkpoint_dtype, dtype: of the checkpoint (or loaded model), and of the running model.
-        executor: how the model is run: "packed", "rows" or "sequential", proved exact.
+        executor: how the model is run: "packed", "rows" or "sequential", proved exact, or by its own "generate".
         proved_on: the model itself, or a proxy: a small float32 copy of its class.
         quantization: how its weights were rounded while it was loaded: "int8", "int4", or None.
         logits_error, attention_error: the proof's relative errors against the plain model; `attention_error` is None

@@ -250,11 +250,11 @@ class EncoderOutputs:
 
 
 @contextmanager
-def failing(sequence_id: int) -> Iterator[None]:
-    """Raise errors as `EncodingError`."""
+def failing(sequence_id: int, what: str = "encoder") -> Iterator[None]:
+    """Raise errors of this part of the model as `EncodingError`."""
     try:
         yield
     except ModelError as error:
         raise EncodingError(sequence_id, str(error)) from error
     except Exception as error:  # the model's own code can raise anything
-        raise EncodingError(sequence_id, f"the model's encoder fails: {first_line(error)}") from error
+        raise EncodingError(sequence_id, f"the model's {what} fails: {first_line(error)}") from error

@@ -1,7 +1,8 @@
-"""`GeneratedSequences`: sequences with images or sounds that the model's own `generate` runs, a token at a time.
+"""`GeneratedSequences`: sequences that the model's own `generate` runs, a token at a time.
 
-For models that do more with an item than to put an encoder's output in place of its tokens, or that do not run packed:
-whatever they do, `generate` does it. Such a sequence has its own cache; the blocks of its tables stay empty.
+Those with images or sounds, if the model does more with these than to replace their tokens' embeddings, or does not run
+packed; and all of a model that runs in no other way: whatever it does, `generate` does it. Such a sequence has its own
+cache; the blocks of its tables stay empty.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import Array
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.hf.hook import with_attention
@@ -32,10 +34,12 @@ class GeneratedSequences:
     Args:
         model: exclusively ours.
         attention: the attention implementation for them; None: the model's.
+        takes_all: whether `generate` runs texts, too.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str | None) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, *, takes_all: bool = False) -> None:
         self._model = model
+        self._takes_all = takes_all
         self._attention = attention
         self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
         self._token_ids: dict[int, list[int]] = {}
@@ -47,7 +51,7 @@ class GeneratedSequences:
             self._assigned.pop(slot, None)
             self._end(slot)
         for each in plan.assignments:
-            if each.multimodal is not None and each.multimodal.is_generated:
+            if self._takes_all or (each.multimodal is not None and each.multimodal.is_generated):
                 self._assigned[each.slot] = each
                 self._token_ids[each.slot] = list(each.token_ids)
 
@@ -87,12 +91,12 @@ class GeneratedSequences:
         if not span.num_logit_rows:
             return None
         attention = nullcontext() if self._attention is None else with_attention(self._model, self._attention)
-        with failing(span.sequence_id), attention:
+        with failing(span.sequence_id, "generate"), attention:
             running = self._running.get(slot)
             if running is None or span.start == 0 or running.length != span.start:  # a step was discarded, or others
                 self._end(slot)
-                assert assigned.multimodal is not None
-                running = _Generate(self._model, token_ids[: assigned.prompt_len], assigned.multimodal.arrays)
+                arrays = {} if assigned.multimodal is None else assigned.multimodal.arrays
+                running = _Generate(self._model, token_ids[: assigned.prompt_len], arrays)
                 self._running[slot] = running
             for token_id in token_ids[running.length :]:
                 running.add(token_id)
@@ -122,7 +126,9 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         self._turns = InTurns(lambda: model.generate(**options))
         self._next_id = 0
         self.length, self.logits = len(prompt), torch.empty(0)
-        own, model.generation_config = model.generation_config, GenerationConfig(do_sample=False)
+        own = model.generation_config
+        begins = {name: getattr(own, name) for name in ("bos_token_id", "decoder_start_token_id")}
+        model.generation_config = GenerationConfig(do_sample=False, **begins)
         try:
             self._turns.resume()
         finally:
@@ -131,6 +137,8 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
 
     def add(self, token_id: int) -> None:
         """Run another token."""
+        if self._turns.has_ended:
+            raise ModelError("it ends with the last token, whatever is asked for")
         self._next_id = token_id
         self.length += 1
         self._turns.resume()

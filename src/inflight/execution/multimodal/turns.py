@@ -40,7 +40,10 @@ class InTurns:
         return threading.current_thread() is self._thread
 
     def resume(self) -> Any:
-        """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error."""
+        """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error, or
+        `RuntimeError` if it had ended before."""
+        if self.has_ended:
+            raise RuntimeError("there is nothing to resume")
         self._turn.release()
         self._stop.acquire()
         if not self.has_ended:

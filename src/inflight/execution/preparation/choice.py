@@ -1,4 +1,5 @@
-"""Chooses a model's executor: the first of packed, rows and sequential that is proved to match the reference.
+"""Chooses a model's executor: the first of packed, rows and sequential that is proved to match the reference; for some
+models without one, their own `generate`.
 
 Decides whether to prove it on the model or a proxy, and what to check on the model after a proof on its proxy.
 """
@@ -11,15 +12,16 @@ from functools import partial
 from typing import TypeAlias
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoModelForMultimodalLM, PreTrainedModel
 
 from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.features import Features
 from inflight.execution.attention import AttentionBackend, make_backend
 from inflight.execution.attention.grouping import group_calls
-from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.executors import Executor, GenerateExecutor, PackedExecutor
 from inflight.execution.hf.hook import attention_in_use, restore_attention
+from inflight.execution.hf.model_class import auto_class_of
 from inflight.execution.mixing import make_mixing
 from inflight.execution.pooling.states_model import gives_states
 from inflight.execution.preparation.agreement import (
@@ -40,7 +42,7 @@ from inflight.execution.preparation.packed_proof import MakeBackend, prepare_aga
 from inflight.execution.preparation.proof import PlainModel
 from inflight.execution.preparation.proof_result import ProofResult, RunMode, proof_key
 from inflight.execution.preparation.proxy import make_proxy
-from inflight.execution.preparation.report import PreparationReport
+from inflight.execution.preparation.report import PreparationReport, own_limit
 from inflight.execution.preparation.result_cache import ResultCache
 from inflight.execution.ranks.rank import Rank
 from inflight.execution.weights.formats import find_format
@@ -51,7 +53,7 @@ logger = logging.getLogger(__name__)
 
 LARGE = 300_000_000
 """A model of more parameters is proved on its proxy, which is faster."""
-PACKED = RunMode("packed")
+PACKED, GENERATE = RunMode("packed"), RunMode("generate", in_one_piece=True)
 ITSELF, PROXY = "the model itself", "a float32 proxy"
 """Subjects of a proof, in the words of `model_info`."""
 EARLIER = ", at an earlier load"
@@ -122,19 +124,42 @@ def choose_executor(
         ModelError: no executor is exact; with all reasons.
         PrepackingError: the model is not exact after prepacking, which is a bug.
     """
+    name, asked = type(model).__name__, config.debug.executor
+    reason = None if asked != "generate" else "it is asked for"
     if model.config.is_encoder_decoder:
-        raise ModelError(
-            f"{type(model).__name__} is an encoder-decoder; inflight runs decoder-only causal language models"
-        )
-    if "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
-        raise ModelError(
-            f"{type(model).__name__} has attention with a window over the answer and none over the prompt, which is "
-            "not supported"
-        )
-    if proof_results is None:
-        proof_results = ResultCache.of_the_user(ProofResult)
-    search = _Search(model, config, release, proof_results, rank, is_listed=is_listed)
-    return search.choose() if known is None else search.take(known)
+        reason = f"{name} is an encoder-decoder"
+    elif "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        reason = f"{name} has attention with a window over the answer and none over the prompt"
+    if reason is not None and (asked not in ("auto", "generate") or rank is not None or gives_states(model)):
+        raise ModelError(f"{reason}, which only runs as executor='generate'")
+    if reason is None:
+        if proof_results is None:
+            proof_results = ResultCache.of_the_user(ProofResult)
+        search = _Search(model, config, release, proof_results, rank, is_listed=is_listed)
+        try:
+            return search.choose() if known is None else search.take(known)
+        except NotFiniteError:
+            raise
+        except ModelError as error:
+            if asked != "auto" or rank is not None or auto_class_of(model.config) is not AutoModelForMultimodalLM:
+                raise
+            reason = str(error)
+    return _left_to_generate(model, config, reason)
+
+
+def _left_to_generate(model: PreTrainedModel, config: EngineConfig, reason: str) -> ChosenExecutor:
+    """The model's own `generate`, of which nothing is to be proved."""
+    Features(executor=GENERATE.executor).require_all(config.asked_features())
+    text = model.config.get_text_config(decoder=True)
+    max_model_len, notes = own_limit(text)
+    notes.insert(0, f"every prompt runs whole and alone, in the model's own generate: {reason}")
+    logger.warning("%s runs as generate: %s", type(model).__name__, reason)
+    report = PreparationReport(
+        max_model_len=max_model_len, logits_error=0.0, vocab_size=text.vocab_size, notes=tuple(notes)
+    )
+    make = partial(GenerateExecutor, model, text.vocab_size)
+    name = str(model.config._attn_implementation)
+    return ChosenExecutor(lambda *_: make(), name, ProofResult(GENERATE), "nothing: this is the model itself", report)
 
 
 class _Search:

@@ -16,7 +16,7 @@ from inflight.contracts.api.features import QUANTIZATION, Features
 from inflight.contracts.api.model_info import ModelInfo
 from inflight.contracts.api.pooling import PoolingPlan
 from inflight.execution.adapters import Adapters, make_embedding_adaptable
-from inflight.execution.executors import Executor, PackedExecutor
+from inflight.execution.executors import Executor, GenerateExecutor, PackedExecutor
 from inflight.execution.executors.counting import FROM_ZERO
 from inflight.execution.hf.load import (
     ModelSource,
@@ -152,6 +152,7 @@ def _prepare(
     elif model.device.type == "cpu":
         own_tensors(model, MAX_COPIED)
     executor = choice.make_executor(config.kv_cache.block_size, config.scheduling.max_num_seqs)
+    key = None if isinstance(executor, GenerateExecutor) else key  # nothing was proved
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks, info.num_states)
     if isinstance(executor, PackedExecutor) and info.input_modalities:

@@ -45,7 +45,7 @@ class RunMode:
     """A way of running a model.
 
     Attributes:
-        executor: "packed", "rows" or "sequential".
+        executor: "packed", "rows", "sequential" or "generate".
         pads: whether first spans of different lengths run together, padded.
         in_one_piece: whether prompts must run whole.
         uses_cache: whether the model has a cache.

@@ -27,12 +27,6 @@ def test_a_class_is_exact_with(items: str, model_type: str) -> None:
     [
         ("vision-encoder-decoder", "not causal", "it is an encoder-decoder"),
         ("diffusion_gemma", "not causal", "it does not generate token by token"),
-        ("blip-2", "not causal", "it does not run on tokens alone: its main input is 'pixel_values'"),
-        (
-            "idefics",
-            "not causal",
-            "it does not run on tokens alone: Exactly 1 of pixel_values, image_encoder_embeddings",
-        ),
         ("mistral4", "not built", "it has no processor of images"),
     ],
 )
@@ -42,10 +36,18 @@ def test_classes_that_cannot_be_tried_say_why(model_type: str, outcome: str, rea
     assert finding.reason.startswith(reason)
 
 
-def test_a_class_that_takes_one_image_a_prompt_says_so() -> None:
-    finding = examine_with("images", "git")
-    assert finding.num_parameters
-    assert finding.reason.endswith("; one image a prompt: it takes no more")
+@pytest.mark.parametrize(
+    ("model_type", "reason"),
+    [
+        ("git", "texts run as sequential; one image a prompt: it takes no more"),
+        ("molmo2", "texts run as packed: Molmo2ForConditionalGeneration does more with images than to replace their"),
+        ("paligemma", "every prompt runs whole and alone, in the model's own generate: PaliGemmaForConditional"),
+    ],
+)
+def test_a_class_is_exact_in_its_own_generate(model_type: str, reason: str) -> None:
+    finding = examine_with("images", model_type)
+    assert (finding.outcome, finding.executor, finding.num_tokens) == ("exact", "generate", 80), finding
+    assert finding.reason.startswith(reason)
 
 
 def test_the_peer_runs_text_only() -> None:

@@ -214,10 +214,10 @@ def test_the_rows_executor_scores_prompts() -> None:
 def test_only_packed_models_can_be_inspected() -> None:
     llm = LLM(others.build("bloom"), **others.options())
     with pytest.raises(
-        ModelError, match="a look into attention and cache is not supported with a model that runs as rows"
+        ModelError, match="a look into attention and cache is not supported with a model that does not run packed"
     ):
         llm.engine.runner.compare_attention()
-    with pytest.raises(ModelError, match="runs as rows"):
+    with pytest.raises(ModelError, match="does not run packed"):
         profile_decode(llm.engine, 1, 8, 1, SamplingParams())
 
 

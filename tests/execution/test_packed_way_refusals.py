@@ -5,12 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import PreTrainedConfig
 
-from inflight.contracts.api.config import EngineConfig
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.hf import mixer_hook
-from inflight.execution.model_runner import ModelRunner
 from inflight.execution.preparation import attention_calls
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
@@ -36,14 +34,6 @@ def test_a_model_that_cannot_be_packed_is_refused_with_the_reason_and_left_uncha
     assert "\n" not in str(raised.value)
     assert model.config._attn_implementation == found
     assert torch.equal(plain_logits(model), expected)
-
-
-@pytest.mark.parametrize("model_type", ["t5", "bart"])
-def test_an_encoder_decoder_is_refused(model_type: str) -> None:
-    sizes = {"d_model": 32, "num_layers": 1, "encoder_layers": 1, "decoder_layers": 1, "d_ff": 32, "vocab_size": 64}
-    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(model_type, **sizes)).eval()
-    with pytest.raises(ModelError, match=r"is an encoder-decoder; inflight runs decoder-only"):
-        ModelRunner(model, EngineConfig())
 
 
 STATEFUL: dict[str, Callable[[], PreTrainedConfig]] = {

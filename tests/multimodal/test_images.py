@@ -91,7 +91,7 @@ def test_images_go_into_the_model_without_kernels(
     assert answers(llm, [prompt_of(text, numbers) for text, numbers in PROMPTS]) == plain(pair)
 
 
-def test_a_model_that_does_more_than_to_replace_embeddings_is_refused() -> None:
+def test_a_model_that_does_more_than_to_replace_embeddings_runs_in_its_own_generate() -> None:
     model, processor = with_processor("llava")
     model = copy.deepcopy(model)
 
@@ -104,9 +104,9 @@ def test_a_model_that_does_more_than_to_replace_embeddings_is_refused() -> None:
 
     model.__class__ = More
     llm = LLM(model, processor, block_size=4)
-    with pytest.raises(InvalidRequestError, match="More does more with images than"):
-        answers(llm, [prompt_of("What is <image>", [0])])
-    assert answers(llm, ["The quick"]) == plain(with_processor("llava"))[:1], "texts go on"
+    assert answers(llm, [prompt_of(*each) for each in PROMPTS]) == plain(with_processor("llava"))
+    reasons = llm.engine.runner.encoder_outputs.why_generated
+    assert reasons["image"].startswith("More does more with images than")
 
 
 def test_equal_images_share_blocks_and_others_do_not(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:
@@ -252,8 +252,8 @@ def test_what_a_model_cannot_do_with_images_is_refused() -> None:
             [prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False
         )
     rows = LLM(copy.deepcopy(model), processor, executor="rows", num_blocks=100)
-    with pytest.raises(InvalidRequestError, match="multimodal input is not supported with a model that runs as rows"):
-        rows.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)
+    with pytest.raises(InvalidRequestError, match="generate runs this prompt, without prompt_logprobs"):
+        rows.generate([prompt_of(*PROMPTS[1])], SamplingParams(max_tokens=1, prompt_logprobs=1), use_tqdm=False)
     text_only = LLM(tiny("qwen3"), processor, num_blocks=100)
     with pytest.raises(InvalidRequestError, match="has no encoder for them"):
         text_only.generate([prompt_of(*PROMPTS[1])], GREEDY, use_tqdm=False)

@@ -86,7 +86,7 @@ def test_answers_are_those_of_the_plain_model(
             EncoderInput("image", str(number).encode() * 32, own, as_arrays(each))
             for number, own, each in zip(numbers, places, images, strict=True)
         ]
-        multimodal = MultimodalInputs(items, as_arrays(whole)) if items else None
+        multimodal = MultimodalInputs(items, as_arrays(whole), as_arrays(merged)) if items else None
         engine.submit(engine.inputs.accept(str(index), token_ids, GREEDY, multimodal=multimodal))
     while engine.has_unfinished_requests:
         for output in engine.step():

@@ -1,6 +1,7 @@
 """Checkpoints of models that also read images or sound write text as `transformers` does, and their encoders stay
 unread."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -85,6 +86,13 @@ def test_encoders_are_not_quantized(folder: Path) -> None:
     assert all(not isinstance(each.data, GroupedWeight) for part in encoders(model) for each in part.parameters())
 
 
-def test_a_model_that_reads_its_prompt_in_both_directions_is_refused() -> None:
+def test_a_model_that_reads_its_prompt_in_both_directions_runs_in_its_own_generate() -> None:
+    model = tiny("paligemma")
     with pytest.raises(ModelError, match="reads a prompt in both directions"):
-        LLM(tiny("paligemma"), num_blocks=64)
+        LLM(copy.deepcopy(model), executor="packed", num_blocks=64)
+    given = torch.tensor([[5, 6, 7, 8, 9]])
+    expected = copy.deepcopy(model).generate(given, max_new_tokens=8, do_sample=False)[0, 5:].tolist()
+    llm = LLM(model, num_blocks=64, block_size=4)
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": given[0].tolist()}, params, use_tqdm=False)
+    assert (llm.model_info.executor, list(output.outputs[0].token_ids)) == ("generate", expected)

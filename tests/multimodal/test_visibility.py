@@ -59,20 +59,29 @@ def test_they_go_together_with(options: dict[str, Any]) -> None:
     assert together == [answers(llm, [each])[0] for each in prompts()]
 
 
-def test_an_image_that_fits_no_step_or_window_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_image_that_fits_no_step_is_refused() -> None:
     few = made(max_num_batched_tokens=20, max_num_seqs=6, num_blocks=100)
     with pytest.raises(
         InvalidRequestError, match=r"an image has 16 tokens that see each other; a step has room for 15"
     ):
         answers(few, prompts()[1:2])
+
+
+def test_without_kernels_or_a_window_that_is_wide_enough_images_run_in_generate(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     narrow = made(num_blocks=100)
-    answers(narrow, prompts()[1:2])
-    monkeypatch.setattr(narrow.engine.runner.require_packed().encoder_outputs, "_window", 12)
-    with pytest.raises(InvalidRequestError, match="an image has 16 tokens, more than the attention's window, 12"):
-        answers(narrow, prompts()[2:3])
+    expected = answers(narrow, prompts()[1:3])
+    outputs = narrow.engine.runner.encoder_outputs
+    assert outputs is not None
+    assert set(outputs.why_generated.values()) == {None}
+    monkeypatch.setattr(outputs, "_window", 12)
+    assert answers(narrow, prompts()[1:3]) == expected
     reference = made(attention_backend="reference", num_blocks=100)
-    with pytest.raises(InvalidRequestError, match="see each other, which needs the attention kernels"):
-        answers(reference, prompts()[1:2])
+    assert answers(reference, prompts()[1:3]) == expected
+    outputs = reference.engine.runner.encoder_outputs
+    assert outputs is not None
+    assert str(outputs.why_generated["image"]).endswith("see each other, which needs the attention kernels")
 
 
 @given(st.data())

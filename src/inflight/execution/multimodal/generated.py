@@ -4,9 +4,11 @@ For models that do more with an item than to put an encoder's output in place of
 whatever they do, `generate` does it. Such a sequence has its own cache; the blocks of its tables stay empty.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from inflight.execution.multimodal.encoder_outputs import failing
 from inflight.execution.multimodal.sequence_inputs import TYPES, as_tensor, forget_positions
 from inflight.execution.multimodal.turns import InTurns
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.host.garbage_collection import call_soon
 
 ENDLESS = 10**9
 
@@ -40,6 +43,8 @@ class GeneratedSequences:
         self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
         self._token_ids: dict[int, list[int]] = {}
         self._running: dict[int, _Generate] = {}
+        # Their threads have the model. Those of a process end with it.
+        weakref.finalize(self, call_soon, partial(_end_all, self._running)).atexit = False
 
     def take(self, plan: StepPlan) -> None:
         """Track releases and assignments of slots."""
@@ -97,6 +102,11 @@ class GeneratedSequences:
             for token_id in token_ids[running.length :]:
                 running.add(token_id)
             return running.logits.to(self._model.dtype)
+
+
+def _end_all(running: dict[int, "_Generate"]) -> None:
+    while running:
+        running.popitem()[1].end()
 
 
 class _Generate(LogitsProcessor):  # type: ignore[misc]

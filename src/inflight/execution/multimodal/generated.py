@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
+from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import Array
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.hf.hook import with_attention
@@ -134,7 +135,7 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         self.length, self.logits = len(prompt), torch.empty(0)
         own, model.generation_config = model.generation_config, GenerationConfig(do_sample=False)
         try:
-            self._turns.resume()
+            self._go_on()
         finally:
             model.generation_config = own
             forget_positions(model)
@@ -143,7 +144,12 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         """Run another token."""
         self._next_id = token_id
         self.length += 1
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._turns.resume()
+        if self._turns.has_ended:
+            raise ModelError("its generate ends by itself")
 
     def end(self) -> None:
         """End it."""

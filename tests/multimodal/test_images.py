@@ -45,11 +45,13 @@ def prompt_of(text: str, numbers: Sequence[int]) -> dict[str, Any]:
     return {"prompt": text, "images": [image(number) for number in numbers]}
 
 
-def plain(pair: tuple[PreTrainedModel, ProcessorMixin]) -> list[list[int]]:
+def plain(
+    pair: tuple[PreTrainedModel, ProcessorMixin], prompts: Sequence[tuple[str, list[int]]] = PROMPTS
+) -> list[list[int]]:
     model, processor = copy.deepcopy(pair[0]), pair[1]
     read = [
         processor(text=text, images=[image(each) for each in numbers] or None, return_tensors="pt")
-        for text, numbers in PROMPTS
+        for text, numbers in prompts
     ]
     return [plain_answer(model, each, 12) for each in read]
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import chain, count
 from typing import TYPE_CHECKING
-from uuid import uuid4
 
 from inflight.contracts.api.config import BACKGROUND, NO_ADAPTERS, EngineConfig
 from inflight.contracts.api.errors import AdapterError, InvalidRequestError
@@ -229,15 +228,13 @@ def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: Mo
 
 
 def left_to_generate(request: Request) -> Request:
-    """A request whose prompt the model's own `generate` runs. Raises `InvalidRequestError`.
-
-    Its blocks stay empty, so no other may use them, and no draft token can be taken back.
-    """
+    """A request that the model's own `generate` runs: no draft token can be taken back there. Raises
+    `InvalidRequestError`."""
     for name, value in (("prompt_logprobs", request.params.prompt_logprobs), ("an adapter", request.adapter)):
         if value is not None:
             raise InvalidRequestError(f"the model's own generate runs this prompt, without {name}")
     params = replace(request.params, speculation=False)
-    return replace(request, params=params, cache_salt=uuid4().hex)
+    return replace(request, params=params, is_generated=True)
 
 
 def check_whole(inputs: MultimodalInputs, limit: int) -> None:

@@ -33,6 +33,8 @@ class Request:
         text: the text to pool; None: it generates.
         multimodal: the images and sounds of its prompt; None: it has none.
         runs_whole: whether all of its tokens must run in one step, because all their states are pooled.
+        is_generated: whether the model's own `generate` runs it, so that its blocks stay empty and nothing of it is
+            kept.
     """
 
     request_id: str
@@ -52,6 +54,7 @@ class Request:
     text: PooledText | None = None
     multimodal: MultimodalInputs | None = None
     runs_whole: bool = False
+    is_generated: bool = False
 
 
 @dataclass(slots=True, eq=False)

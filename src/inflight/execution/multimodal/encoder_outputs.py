@@ -73,6 +73,7 @@ class EncoderOutputs:
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
         self.why_generated: dict[str, str | None] = {}
+        self._failed: set[str] = set()
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
@@ -187,6 +188,10 @@ class EncoderOutputs:
                 except Exception as error:  # the model's own code can raise anything
                     self.why_generated[name] = reason = first_line(error)
                     logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
+                    if not isinstance(error, ModelError) and name not in self._failed:  # it may be this item's fault
+                        self._failed.add(name)
+                        del self.why_generated[name]
+                        return False
             if self.why_generated[name] is not None:
                 return False
         return True

@@ -5,9 +5,11 @@ packed; and all of a model that runs in no other way: whatever it does, `generat
 cache; the blocks of its tables stay empty.
 """
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from inflight.execution.multimodal.encoder_outputs import failing
 from inflight.execution.multimodal.sequence_inputs import TYPES, as_tensor, forget_positions
 from inflight.execution.multimodal.turns import InTurns
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.host.garbage_collection import call_soon
 
 ENDLESS = 10**9
 
@@ -44,6 +47,8 @@ class GeneratedSequences:
         self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
         self._token_ids: dict[int, list[int]] = {}
         self._running: dict[int, _Generate] = {}
+        # Their threads have the model. Those of a process end with it.
+        weakref.finalize(self, call_soon, partial(_end_all, self._running)).atexit = False
 
     def take(self, plan: StepPlan) -> None:
         """Track releases and assignments of slots."""
@@ -103,6 +108,11 @@ class GeneratedSequences:
             return running.logits.to(self._model.dtype)
 
 
+def _end_all(running: dict[int, "_Generate"]) -> None:
+    while running:
+        running.popitem()[1].end()
+
+
 class _Generate(LogitsProcessor):  # type: ignore[misc]
     """A call of `generate` that waits for each next token. Passes on what that raises.
 
@@ -130,18 +140,21 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         begins = {name: getattr(own, name) for name in ("bos_token_id", "decoder_start_token_id")}
         model.generation_config = GenerationConfig(do_sample=False, **begins)
         try:
-            self._turns.resume()
+            self._go_on()
         finally:
             model.generation_config = own
             forget_positions(model)
 
     def add(self, token_id: int) -> None:
         """Run another token."""
-        if self._turns.has_ended:
-            raise ModelError("it ends with the last token, whatever is asked for")
         self._next_id = token_id
         self.length += 1
+        self._go_on()
+
+    def _go_on(self) -> None:
         self._turns.resume()
+        if self._turns.has_ended:
+            raise ModelError("its generate ends by itself")
 
     def end(self) -> None:
         """End it."""

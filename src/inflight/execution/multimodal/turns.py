@@ -40,12 +40,16 @@ class InTurns:
         return threading.current_thread() is self._thread
 
     def resume(self) -> Any:
-        """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error, or
-        `RuntimeError` if it had ended before."""
-        if self.has_ended:
-            raise RuntimeError("there is nothing to resume")
-        self._turn.release()
-        self._stop.acquire()
+        """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error. An interrupt
+        meanwhile ends it."""
+        try:
+            self._turn.release()
+            self._stop.acquire()
+        except BaseException:  # nothing may run beside what comes next
+            self._is_abandoned = True
+            self._turn.release()
+            self._thread.join()
+            raise
         if not self.has_ended:
             return None
         self._thread.join()

@@ -40,7 +40,7 @@ def test_classes_that_cannot_be_tried_say_why(model_type: str, outcome: str, rea
     ("model_type", "reason"),
     [
         ("git", "texts run as sequential; one image a prompt: it takes no more"),
-        ("molmo2", "texts run as packed: Molmo2ForConditionalGeneration does more with images than to replace their"),
+        ("ovis2", "texts run as packed: Ovis2ForConditionalGeneration does more with images than to replace their"),
         ("paligemma", "every prompt runs whole and alone, in the model's own generate: PaliGemmaForConditional"),
     ],
 )

@@ -306,7 +306,7 @@ def test_what_they_cannot_have_is_refused(tmp_path: Path) -> None:
         ("prompt_logprobs", SamplingParams(prompt_logprobs=1), None),
         ("an adapter", GREEDY, "a"),
     ):
-        with pytest.raises(InvalidRequestError, match=f"own generate runs a prompt with these .*, without {name}"):
+        with pytest.raises(InvalidRequestError, match=f"own generate runs this prompt, without {name}"):
             llm.generate([ONE], params, use_tqdm=False, adapter=adapter)
     found = llm.generate(GIVEN[:2], GREEDY, use_tqdm=False, adapter=["a", None])
     own = plain((cast(PreTrainedModel, adapted), LLAVA[1]), PROMPTS[:1])

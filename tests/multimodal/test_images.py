@@ -98,8 +98,9 @@ def test_a_model_that_does_more_than_to_replace_embeddings_runs_in_its_own_gener
     model = copy.deepcopy(model)
 
     class More(type(model)):  # type: ignore[misc]
-        def forward(self, *args: Any, mm_encoder_outputs: Any = None, **kwargs: Any) -> Any:
-            outputs = super().forward(*args, mm_encoder_outputs=mm_encoder_outputs, **kwargs)
+        def forward(self, *args: Any, pixel_values: Any = None, mm_encoder_outputs: Any = None, **kwargs: Any) -> Any:
+            given = {"pixel_values": pixel_values, "mm_encoder_outputs": mm_encoder_outputs}
+            outputs = super().forward(*args, **given, **kwargs)
             if mm_encoder_outputs is not None:
                 outputs.logits = outputs.logits + 1
             return outputs

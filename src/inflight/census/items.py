@@ -152,6 +152,8 @@ def _compared(
             finding = replace(finding, executor=llm.model_info.executor, is_recorded=llm.model_info.is_recorded)
             for which in ("", ", from the cache"):
                 outputs = llm.generate(prompts, params, use_tqdm=False)
+                if error := next((each.error for each in outputs if each.error), None):
+                    return replace(finding, outcome="refused", reason=error)
                 answers = [list(output.outputs[0].token_ids) for output in outputs]
                 wrong = [
                     number

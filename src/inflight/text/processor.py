@@ -10,6 +10,7 @@ import inspect
 import threading
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -297,8 +298,17 @@ def _add(digest: blake2b, items: Any) -> None:
 
 
 def _arrays(processed: Mapping[str, Any], without: Sequence[str]) -> dict[str, Array]:
-    """The tensors of a processor's output whose names begin with none of these."""
-    tensors = {name: each for name, each in processed.items() if hasattr(each, "numpy")}
-    tensors = {name: each.float() if each.is_floating_point() else each for name, each in tensors.items()}
-    arrays = {name: each.numpy() for name, each in tensors.items() if not name.startswith(tuple(without))}
-    return {name: Array(each.dtype.str, each.shape, each.tobytes()) for name, each in arrays.items()}
+    """The tensors, and lists of integers, of a processor's output whose names begin with none of these."""
+    import numpy as np
+
+    arrays = {}
+    for name, value in processed.items():
+        if not name.startswith(tuple(without)):
+            is_list = not hasattr(value, "numpy")
+            with suppress(ValueError):  # lists of several lengths
+                array = (
+                    np.asarray(value) if is_list else (value.float() if value.is_floating_point() else value).numpy()
+                )
+                if not is_list or array.dtype.kind == "i":
+                    arrays[name] = Array(array.dtype.str, array.shape, array.tobytes(), is_list)
+    return arrays

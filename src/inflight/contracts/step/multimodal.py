@@ -15,11 +15,13 @@ class Array(msgspec.Struct, frozen=True):
 
     Attributes:
         dtype: in numpy's spelling, such as "<f4".
+        is_list: whether the processor gave a list of numbers.
     """
 
     dtype: str
     shape: tuple[int, ...]
     data: bytes
+    is_list: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from transformers.utils import ModelOutput
 from inflight.contracts.step.multimodal import KINDS, EncoderInput, placeholder_id
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.hf.model_class import encoders
-from inflight.execution.multimodal.sequence_inputs import as_tensor
+from inflight.execution.multimodal.sequence_inputs import as_argument
 
 DEEP = "deepstack_features"
 """The field of an encoder's output with rows for each of a few layers."""
@@ -84,10 +84,9 @@ def _caught(model: PreTrainedModel, item: EncoderInput) -> CaughtOutput:
     return CaughtOutput(pooler_output=found[0])
 
 
-def arguments(model: PreTrainedModel, item: EncoderInput, names: Collection[str]) -> dict[str, Tensor]:
+def arguments(model: PreTrainedModel, item: EncoderInput, names: Collection[str]) -> dict[str, Any]:
     """The arguments with these names that an item gives to a function of the model."""
-    given = {name: as_tensor(each) for name, each in item.arrays.items() if name in names}
-    return {name: each.to(model.dtype) if each.is_floating_point() else each for name, each in given.items()}
+    return {name: as_argument(each, model.dtype) for name, each in item.arrays.items() if name in names}
 
 
 @contextmanager

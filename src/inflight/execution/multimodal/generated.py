@@ -23,7 +23,7 @@ from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_call import forward_parameters
 from inflight.execution.multimodal.encoder import load_encoders
 from inflight.execution.multimodal.encoder_outputs import failing
-from inflight.execution.multimodal.sequence_inputs import TYPES, as_tensor, forget_positions
+from inflight.execution.multimodal.sequence_inputs import TYPES, as_argument, forget_positions
 from inflight.execution.multimodal.turns import InTurns
 from inflight.execution.ragged_batch import RaggedBatch
 from inflight.host.garbage_collection import call_soon
@@ -130,8 +130,7 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         options: dict[str, Any] = {"input_ids": torch.tensor([list(prompt)])}
         for name, array in arrays.items():
             if name in names or not name.endswith(TYPES):  # only some models take types of tokens
-                tensor = as_tensor(array)
-                options[name] = tensor.to(model.dtype) if tensor.is_floating_point() else tensor
+                options[name] = as_argument(array, model.dtype)
         options |= {"max_new_tokens": ENDLESS, "logits_processor": LogitsProcessorList([self])}
         self._turns = InTurns(lambda: model.generate(**options))
         self._next_id = 0

@@ -121,7 +121,10 @@ class Proof:
                 options[OUTPUTS] = {self.item.kind: output}
             else:
                 given = arguments(self._model, self.item, parameters)
-                options |= {name: torch.cat([each] * number) for name, each in given.items()}
+                options |= {
+                    name: each * number if isinstance(each, list) else torch.cat([each] * number)
+                    for name, each in given.items()
+                }
                 if not is_caught:
                     encoding = answering(self._model, self.item.kind, output)
 

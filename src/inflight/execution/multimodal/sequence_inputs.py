@@ -3,6 +3,7 @@
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -78,6 +79,12 @@ def num_dimensions(model: PreTrainedModel) -> int:
     sections = (getattr(module, "mrope_section", None) for module in model.modules())
     section = next((each for each in sections if each), ())
     return len(next(iter(section.values())) if isinstance(section, Mapping) else section) or 1
+
+
+def as_argument(array: Array, dtype: torch.dtype) -> Any:
+    """An argument of a model of this dtype."""
+    tensor = as_tensor(array)
+    return tensor.tolist() if array.is_list else tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def as_tensor(array: Array) -> Tensor:

@@ -4,6 +4,7 @@ import itertools
 import json
 import random
 import struct
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,13 @@ def test_a_name_means_a_file(tmp_path: Path, whole: bytes) -> None:
     assert find_gguf(path) == path
     assert find_gguf(tmp_path) == path
     assert find_gguf("some/repository") is None
+    encoders = tmp_path / "mmproj-model-f16.gguf"
+    encoders.write_bytes(whole)
+    assert find_gguf(tmp_path) == path, "encoders lie beside a model"
+    assert find_gguf(f"{tmp_path}:mmproj") == encoders
+    header = replace(GgufHeader.read(encoders), metadata={"general.architecture": "clip"}, tensors={})
+    with pytest.raises(ModelError, match=r"has the encoders of one \(mmproj\); for images and sounds, give the check"):
+        read_gguf_config(header)
     (tmp_path / "other.gguf").write_bytes(whole)
     with pytest.raises(ModelError, match=r"several GGUF files: name one of model.Q4_K_M.gguf, other.gguf"):
         find_gguf(tmp_path)

@@ -29,7 +29,7 @@ def without_further_parts(names: Iterable[str]) -> list[str]:
     return [name for name in given if parts_of(name)[0] == name or parts_of(name)[0] not in given]
 
 
-SUFFIX = ".gguf"
+SUFFIX, MMPROJ = ".gguf", "mmproj"
 
 
 def find_gguf(source: str | os.PathLike[str], revision: str | None = None) -> Path | None:
@@ -77,10 +77,11 @@ def _in_folder(folder: Path, file: str = "") -> Path | None:
 
 
 def _fitting(names: Iterable[str], file: str) -> list[str]:
-    """The GGUF files among `names`, one for each that is in parts, whose names have `file` in them."""
-    return without_further_parts(
-        each for each in names if each.lower().endswith(SUFFIX) and file.lower() in each.lower()
-    )
+    """The GGUF files among `names`, one for each that is in parts, whose names have `file` in them. A file of encoders
+    (`mmproj`) lies beside a model's."""
+    wanted = file.lower()
+    ggufs = (each for each in names if each.lower().endswith(SUFFIX) and wanted in each.lower())
+    return without_further_parts(each for each in ggufs if MMPROJ in wanted or MMPROJ not in each.lower())
 
 
 def _from_hub(repository: str, file: str, revision: str | None) -> Path:

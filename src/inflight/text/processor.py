@@ -304,11 +304,10 @@ def _arrays(processed: Mapping[str, Any], without: Sequence[str]) -> dict[str, A
     arrays = {}
     for name, value in processed.items():
         if not name.startswith(tuple(without)):
-            is_list = not hasattr(value, "numpy")
+            if not (is_list := not hasattr(value, "numpy")):
+                value = (value.float() if value.is_floating_point() else value).numpy()
             with suppress(ValueError):  # lists of several lengths
-                array = (
-                    np.asarray(value) if is_list else (value.float() if value.is_floating_point() else value).numpy()
-                )
+                array = np.asarray(value)
                 if not is_list or array.dtype.kind == "i":
                     arrays[name] = Array(array.dtype.str, array.shape, array.tobytes(), is_list)
     return arrays

@@ -33,7 +33,10 @@ def read_gguf_config(header: GgufHeader) -> PreTrainedConfig:
     It reads a copy of the header without the vocabulary, which would take 10 µs per word.
     """
     if "token_embd.weight" not in header.tensors:
-        raise ModelError(f"{str(header.path)!r} holds no language model: it has no token_embd.weight")
+        why = "it has no token_embd.weight"
+        if header.architecture == "clip":
+            why = "it has the encoders of one (mmproj); for images and sounds, give the checkpoint's own folder"
+        raise ModelError(f"{str(header.path)!r} holds no language model: {why}")
     try:
         config = _config_of(header)
     except Exception as error:

@@ -169,6 +169,7 @@ def test_a_name_means_a_file(tmp_path: Path, whole: bytes) -> None:
     header = replace(GgufHeader.read(encoders), metadata={"general.architecture": "clip"}, tensors={})
     with pytest.raises(ModelError, match=r"has the encoders of one \(mmproj\); for images and sounds, give the check"):
         read_gguf_config(header)
+    encoders.unlink()
     (tmp_path / "other.gguf").write_bytes(whole)
     with pytest.raises(ModelError, match=r"several GGUF files: name one of model.Q4_K_M.gguf, other.gguf"):
         find_gguf(tmp_path)

@@ -187,3 +187,24 @@ def test_a_text_only_model_gets_a_text_instead_of_an_image(command: Command) -> 
         assert OMITTED in server.llm.tokenizer.decode(response.json()["prompt_token_ids"])
         refused = command("chat", "--url", server.url, stdin="/image page.png\n")
         assert "there can be no images: m reads none" in refused.stderr
+
+
+@pytest.mark.parametrize("api", ["chat", "responses"])
+def test_langchain(server: RunningServer, expected: str, api: str) -> None:
+    """Its own blocks, and those of the API."""
+    langchain = pytest.importorskip("langchain_openai", reason="langchain-openai is not installed: make agents")
+    model = langchain.ChatOpenAI(
+        model="m",
+        base_url=f"{server.url}/v1",
+        api_key="none",
+        max_retries=0,
+        max_tokens=NUM_TOKENS,
+        temperature=0,
+        use_responses_api=api == "responses",
+    )
+    for block in (
+        {"type": "image", "base64": data(0), "mime_type": "image/png"},
+        {"type": "image_url", "image_url": {"url": url(0)}},
+    ):
+        parts = [{"type": "text", "text": "What is "}, block, {"type": "text", "text": " this?"}]
+        assert model.invoke([("user", parts)]).text == expected

@@ -159,7 +159,7 @@ def _left_to_generate(model: PreTrainedModel, config: EngineConfig, reason: str)
     )
     make = partial(GenerateExecutor, model, text.vocab_size)
     name = str(model.config._attn_implementation)
-    return ChosenExecutor(lambda *_: make(), name, ProofResult(GENERATE), "nothing: this is the model itself", report)
+    return ChosenExecutor(lambda *_: make(), name, ProofResult(GENERATE), "nothing: it is the model itself", report)
 
 
 class _Search:

@@ -19,6 +19,7 @@ import torch
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
 from inflight.census.finding import Finding, Outcome, first_line
+from inflight.census.items import is_as_good
 from inflight.census.sensitive import FIRST_ORDINARY_TOKEN, build, plain_logits, sensitive_model, vocab_size
 from inflight.census.tiny_configs import CLASSES, model_class, tiny_config
 from inflight.contracts.api.outputs import RequestOutput
@@ -159,9 +160,11 @@ def _run(model: PreTrainedModel, finding: Finding) -> Finding:
     except ValueError as error:
         outcome: Outcome = "not causal" if why_not_causal else "refused"
         return replace(finding, outcome=outcome, reason=why_not_causal or first_line(error))
+    info = llm.model_info
+    if why_not_causal and info.executor == "generate":
+        return replace(finding, outcome="not causal", reason=f"{why_not_causal}; it runs in its own generate")
     if why_not_causal:
         return replace(finding, outcome="wrong", reason=f"the engine takes it, but {why_not_causal}")
-    info = llm.model_info
     chunks_prompts = llm.engine.runner.executor.capabilities.chunks_prompts
     limits = ("model.generate", "every step runs in Python")
     finding = replace(
@@ -204,7 +207,8 @@ def judge(
             return replace(finding, outcome="failed", reason=first_line(output.error))
         if len(tokens) != request.num_tokens:
             return replace(finding, outcome="failed", reason=f"{len(tokens)} tokens came of {request.num_tokens}")
-        places, ties = misplaced(model, request.prompt, tokens)
+        compare = otherwise_generated if finding.executor == "generate" else misplaced
+        places, ties = compare(model, request.prompt, tokens)
         num_tokens, num_near_ties = num_tokens + len(tokens), num_near_ties + ties
         if places:
             wrong.append(f"{number} (prompt of {len(request.prompt)}) from output token {places[0]} on")
@@ -225,6 +229,17 @@ def misplaced(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[in
     is_as_good = best - chosen <= tolerance
     wrong = [place for place in (~is_as_good).nonzero()[:, 0].tolist() if not _is_next(model, prompt, tokens, place)]
     return wrong, int((chosen < best).sum()) - len(wrong)
+
+
+@torch.no_grad()
+def otherwise_generated(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> tuple[list[int], int]:
+    """As `misplaced`, of a model whose reference is its `generate`: the index of the first other token."""
+    options = {"max_new_tokens": len(tokens), "do_sample": False, "output_logits": True}
+    output: Any = model.generate(torch.tensor([prompt]), return_dict_in_generate=True, **options)
+    plain = output.sequences[0, -len(tokens) :].tolist()
+    if is_as_good(list(tokens), plain, torch.cat(output.logits)):
+        return [], 0
+    return [next(place for place, pair in enumerate(zip(tokens, plain, strict=True)) if len(set(pair)) > 1)], 0
 
 
 def _is_next(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int], place: int) -> bool:

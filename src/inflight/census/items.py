@@ -158,7 +158,7 @@ def _compared(
                 wrong = [
                     number
                     for number, (own, (plain, logits)) in enumerate(zip(answers, expected, strict=True))
-                    if not _is_as_good(own, plain, logits)
+                    if not is_as_good(own, plain, logits)
                 ]
                 if wrong:
                     return replace(finding, outcome="wrong", reason=f"prompts {wrong}{which}")
@@ -186,7 +186,7 @@ def _why_generated(llm: LLM) -> str | None:
     return None if why is None else f"texts run as {executor}: {why}"
 
 
-def _is_as_good(tokens: list[int], plain: list[int], logits: torch.Tensor) -> bool:
+def is_as_good(tokens: list[int], plain: list[int], logits: torch.Tensor) -> bool:
     """Whether tokens are the plain model's, up to the first that is as good within the tolerance."""
     if len(tokens) != len(plain):
         return False

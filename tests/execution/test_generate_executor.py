@@ -1,6 +1,7 @@
 """Models that run in no other way run in their own `generate`."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -54,7 +55,7 @@ def test_an_encoder_decoder_gives_the_tokens_of_its_generate(model_type: str, tm
 
 def test_what_it_cannot_do_is_refused() -> None:
     model = encoder_decoder("t5")
-    with pytest.raises(ModelError, match="is an encoder-decoder, which only runs as executor='generate'"):
+    with pytest.raises(ModelError, match="is an encoder-decoder; such a model runs in its own generate"):
         LLM(model, executor="packed", **OPTIONS)
     with pytest.raises(ModelError, match="quantization is not supported with a model that does not run packed"):
         LLM(model, quantization="int8", **OPTIONS)
@@ -71,3 +72,24 @@ def test_it_can_be_asked_for() -> None:
     llm = LLM(model, executor="generate", **OPTIONS)
     outputs = llm.generate({"prompt_token_ids": PROMPTS[0]}, SamplingParams(temperature=0, max_tokens=NUM_TOKENS))
     assert list(outputs[0].outputs[0].token_ids) == expected[0, len(PROMPTS[0]) :].tolist()
+
+
+def test_a_failing_prompt_ends_alone_and_others_do_not_start_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = encoder_decoder("t5")
+    expected = [plain(model, prompt) for prompt in PROMPTS]
+    llm = LLM(model, **OPTIONS)
+    own: Any = llm.engine.runner.model
+    generate, begun = own.generate, list[int]()
+
+    def sometimes(input_ids: torch.Tensor, **options: Any) -> Any:
+        begun.append(input_ids.shape[1])
+        if input_ids.shape[1] == len(PROMPTS[1]):
+            raise RuntimeError("no\nmemory")
+        return generate(input_ids=input_ids, **options)
+
+    monkeypatch.setattr(own, "generate", sometimes)
+    params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in PROMPTS], params, use_tqdm=False)
+    assert outputs[1].error == "the model's generate fails: no"
+    assert [list(outputs[each].outputs[0].token_ids) for each in (0, 2, 3)] == [expected[each] for each in (0, 2, 3)]
+    assert sorted(begun) == sorted(map(len, PROMPTS))

@@ -163,7 +163,7 @@ def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) ->
     assert engine.images._begun is not None
     inner.abort("a")
     assert engine.images._begun is None
-    assert "inflight-encoder" not in {each.name for each in threading.enumerate()}
+    assert "inflight-turns" not in {each.name for each in threading.enumerate()}
 
 
 def test_a_sliced_computation_pauses_between_modules() -> None:
@@ -182,5 +182,5 @@ def test_a_sliced_computation_pauses_between_modules() -> None:
     half = Sliced(lambda: layers(given), layers)
     half.resume(time.monotonic())
     half.abandon()
-    assert "inflight-encoder" not in {each.name for each in threading.enumerate()}
+    assert "inflight-turns" not in {each.name for each in threading.enumerate()}
     assert not any(layer._forward_pre_hooks for layer in layers)

@@ -18,11 +18,14 @@ from transformers import PreTrainedModel, ProcessorMixin
 from inflight import LLM, InvalidRequestError, SamplingParams
 from inflight.contracts.api.structured_output import StructuredOutput
 from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
+from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.engine.engine import Engine
 from inflight.entrypoints.inputs import read_prompt
 from inflight.execution.kernels import kernels_available
+from inflight.execution.multimodal.generated import GeneratedSequences
 from inflight.execution.multimodal.proof import Proof
 from inflight.execution.multimodal.turns import InTurns
+from inflight.execution.ragged_batch import RaggedBatch
 from tests.adapters.made import save_with_peft
 from tests.multimodal import test_positions
 from tests.multimodal.models import plain_answer, tiny, with_processor
@@ -63,7 +66,7 @@ def num_cached(llm: LLM, prompt: Any) -> int:
 
 
 def threads() -> set[threading.Thread]:
-    return {each for each in threading.enumerate() if each.name == "inflight-encoder"}
+    return {each for each in threading.enumerate() if each.name == "inflight-turns"}
 
 
 def patched(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -190,7 +193,7 @@ def test_a_generate_that_ends_by_itself_is_an_error(monkeypatch: pytest.MonkeyPa
         lambda generate, **options: generate(**options | {"max_new_tokens": 3}),
     )
     found = llm.generate([ONE, TEXT], GREEDY, use_tqdm=False)
-    assert str(found[0].error) == "its generate ends by itself"
+    assert str(found[0].error) == "the model's generate fails: it ends by itself"
     assert [list(each.outputs[0].token_ids) for each in found] == [expected()[1][:3], expected()[0]]
 
 
@@ -364,3 +367,20 @@ def test_an_interrupt_ends_a_computation() -> None:
     with pytest.raises(KeyboardInterrupt):
         turns.resume()
     assert (turns.has_ended, begun, ends) == (True, [0], [0])
+
+
+def test_a_step_of_generated_sequences_alone_copies_blocks() -> None:
+    """Of a text that forked, and waits."""
+    sequences = GeneratedSequences(LLAVA[0], None, 400, takes_all=True)
+    assigned = SlotAssignment(0, 7, 0, [5, 6, 7], 3, GREEDY)
+    plan = StepPlan((Span(7, 0, 0, [5, 6], 0, 3),), (([0],),), copies=((1, 2),), assignments=(assigned,))
+    sequences.take(plan)
+    seen: list[StepPlan] = []
+
+    def others(batch: RaggedBatch) -> torch.Tensor:
+        seen.append(batch.plan)
+        return torch.empty(0, 400)
+
+    logits = sequences.forward(RaggedBatch.from_plan(plan, 4, torch.device("cpu")), others, 4)
+    assert logits.shape == (0, 400)
+    assert [(each.spans, each.copies) for each in seen] == [((), ((1, 2),))]

@@ -179,7 +179,7 @@ def _why_generated(llm: LLM) -> str | None:
     """Why prompts with one item ran in the model's own `generate`, and how texts run; None: they did not."""
     outputs, executor = llm.engine.runner.encoder_outputs, llm.model_info.executor
     if executor == "generate":
-        return llm.model_info.notes[0]
+        return llm.model_info.notes[-1]
     if outputs is None:
         return f"texts run as {executor}"
     why = next((each for name, each in outputs.why_generated.items() if name in KINDS and each), None)

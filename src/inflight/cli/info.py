@@ -157,6 +157,8 @@ def _for_people(llm: "LLM") -> dict[str, str]:
     kinds = ", ".join(f"{each.kind} {in_bytes(each.num_bytes)}" for each in info.weights)
     arithmetic = f"; {ARITHMETICS[info.arithmetic]}" if info.arithmetic else ""
     errors = f"logits differ by at most {info.logits_error:.1e} of their range"
+    if info.executor == "generate":
+        errors = "it is the model itself"
     if info.attention_error is not None:
         errors += f", attention by {info.attention_error:.1e}"
     ends = dict(zip(info.eos_token_ids, info.eos_named_by, strict=True))

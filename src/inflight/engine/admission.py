@@ -227,14 +227,14 @@ def _check_multimodal(inputs: MultimodalInputs, params: SamplingParams, info: Mo
         raise InvalidRequestError("truncate_prompt_tokens would cut images or sounds; give a shorter prompt")
 
 
-def left_to_generate(request: Request) -> Request:
+def leave_to_generate(request: Request) -> Request:
     """A request that the model's own `generate` runs: no draft token can be taken back there. Raises
     `InvalidRequestError`."""
     for name, value in (("prompt_logprobs", request.params.prompt_logprobs), ("an adapter", request.adapter)):
         if value is not None:
             raise InvalidRequestError(f"the model's own generate runs this prompt, without {name}")
     params = replace(request.params, speculation=False)
-    return replace(request, params=params, is_generated=True)
+    return replace(request, params=params, left_to_generate=True)
 
 
 def check_whole(inputs: MultimodalInputs, limit: int) -> None:

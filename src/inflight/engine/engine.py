@@ -35,7 +35,7 @@ from inflight.contracts.api.outputs import SequenceOutput
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.plan import StepPlan, StepTokens
 from inflight.contracts.step.record import ArrivalRecord, EngineStats, StepRecord
-from inflight.engine.admission import AcceptedRequest, check_whole, left_to_generate
+from inflight.engine.admission import AcceptedRequest, check_whole, leave_to_generate
 from inflight.engine.input_processor import InputProcessor, each_adapter
 from inflight.engine.prefix_storing import open_prefix_store, pin_prefix
 from inflight.engine.ranks.runner import LeadingRunner, make_runner
@@ -188,8 +188,8 @@ class Engine:
             limits = self.scheduler.limits
             check_whole(inputs, max(1, limits.max_num_batched_tokens - limits.max_num_seqs + 1))
             request = replace(request, multimodal=inputs)
-        if self.model_info.executor == "generate" or (inputs is not None and inputs.is_generated):
-            request = left_to_generate(request)
+        if self.model_info.executor == "generate" or (inputs is not None and inputs.left_to_generate):
+            request = leave_to_generate(request)
         accepted = replace(accepted, request=request)
         self._reporter.follow(accepted)
         self._totals.requests += 1
@@ -329,7 +329,9 @@ class Engine:
             if not span_tokens.is_finite and (sequence := self.scheduler.finish(span.sequence_id, "error")) is not None:
                 num_given = len(span_tokens.token_ids)
                 reason = None if constraints is None else constraints.failure(span.sequence_id, num_given)
-                errors[sequence] = reason or "the model's logits are not finite, or no token is allowed"
+                errors[sequence] = (
+                    span_tokens.error or reason or "the model's logits are not finite, or no token is allowed"
+                )
         for step in progress:  # a sequence that fails after accepted draft tokens has both tokens and an error
             own, failure = of_sequence[step.sequence.sequence_id], errors.pop(step.sequence, None)
             self._reporter.add([SequenceUpdate(step.sequence, step.new_token_ids, own.scores, failure, own.values)])

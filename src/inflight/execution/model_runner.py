@@ -63,11 +63,11 @@ class ModelRunner:
         self.info = replace(prepared.info, num_threads=self.threads.number)
         self.device = self.model.device
         self._pooler = prepared.pooler
-        self._generated = GeneratedSequences(
-            self.model,
-            BETWEEN if self.executor.name == "packed" else None,
-            takes_all=isinstance(self.executor, GenerateExecutor),
-        )
+        self._generated: GeneratedSequences | None = None
+        takes_all = isinstance(self.executor, GenerateExecutor)
+        if takes_all or self.info.input_modalities:
+            attention = BETWEEN if self.executor.name == "packed" else None
+            self._generated = GeneratedSequences(self.model, attention, self.info.vocab_size, takes_all=takes_all)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 
@@ -124,7 +124,12 @@ class ModelRunner:
         batch, logits = computed
         token_ids = self.sampler.sample(logits, batch, None if masks is None else masks())
         scores = self.scorer.score(logits, batch, token_ids) if self.scorer.is_needed else {}
-        return by_span(plan, token_ids, scores)
+        given = by_span(plan, token_ids, scores)
+        if self._generated is not None and (errors := self._generated.errors):
+            given = [
+                each._replace(error=errors.get(span.sequence_id)) for span, each in zip(plan.spans, given, strict=True)
+            ]
+        return given
 
     def compute(self, plan: StepPlan) -> tuple[RaggedBatch, torch.Tensor] | None:
         """Run a step up to its logits `[R, V]`, in the model's dtype; None if it has no tokens."""
@@ -134,7 +139,8 @@ class ModelRunner:
             self.adapters.take(plan)
         if self.encoder_outputs is not None:
             self.encoder_outputs.take(plan)
-        self._generated.take(plan)
+        if self._generated is not None:
+            self._generated.take(plan)
         if self._pooler is not None:
             self._pooler.take(plan)
         if not plan.spans:
@@ -143,10 +149,13 @@ class ModelRunner:
         batch = RaggedBatch.from_plan(plan, block_size, self.device)
         if self.device.type == "cpu":
             are_own = isinstance(self.executor, PackedExecutor) and not self.executor.needs_torch_threads
-            self.threads.prepare(are_own=are_own and not self._generated.has_any(batch))
+            has_others = self._generated is not None and self._generated.has_any(batch)
+            self.threads.prepare(are_own=are_own and not has_others)
         if self._pooler is not None:
             batch = self._pooler.with_types(batch)
-        return batch, self._generated.forward(batch, self.executor.forward, block_size)
+        if self._generated is not None:
+            return batch, self._generated.forward(batch, self.executor.forward, block_size)
+        return batch, self.executor.forward(batch)
 
     def recreate_cache(self, num_blocks: int) -> None:
         """Resize the cache to `num_blocks`, before anything has run. Raises `ModelError` if the model does not run

@@ -102,7 +102,7 @@ class Reuse:
     def _known(self, sequence: Sequence) -> list[PrefixNode]:
         """The nodes after a sequence's known blocks."""
         nodes: list[PrefixNode] = []
-        if not self.enable_prefix_caching or sequence.computes_prompt or sequence.request.is_generated:
+        if not self.enable_prefix_caching or sequence.computes_prompt:
             return nodes
         block_size, parent = self.block_pool.block_size, sequence.parent
         for start in range(sequence.num_known_blocks * block_size, len(sequence.token_ids) - block_size, block_size):
@@ -220,7 +220,7 @@ class Reuse:
         Args:
             in_flight: whether the step being planned has yet to compute some of the tokens.
         """
-        if not self.enable_prefix_caching or sequence.request.is_generated:
+        if not self.enable_prefix_caching or sequence.request.left_to_generate:
             return
         block_size = self.block_pool.block_size
         while (sequence.num_known_blocks + 1) * block_size <= num_tokens:

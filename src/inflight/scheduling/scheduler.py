@@ -682,7 +682,9 @@ class Scheduler:
     def _leave(self, sequence: Sequence) -> None:
         """A sequence runs no longer: keep it for a later one to continue, or free its slot and blocks."""
         request = sequence.request
-        has_ended = sequence.finish_reason not in (None, "error") and request.text is None and not request.is_generated
+        has_ended = (
+            sequence.finish_reason not in (None, "error") and request.text is None and not request.left_to_generate
+        )
         if self._resumption is not None and has_ended and sequence.num_computed_tokens:
             self._resumption.keep(sequence)
         else:

@@ -33,7 +33,7 @@ class Request:
         text: the text to pool; None: it generates.
         multimodal: the images and sounds of its prompt; None: it has none.
         runs_whole: whether all of its tokens must run in one step, because all their states are pooled.
-        is_generated: whether the model's own `generate` runs it, so that its blocks stay empty and nothing of it is
+        left_to_generate: whether the model's own `generate` runs it, so that its blocks stay empty and nothing of it is
             kept.
     """
 
@@ -54,7 +54,7 @@ class Request:
     text: PooledText | None = None
     multimodal: MultimodalInputs | None = None
     runs_whole: bool = False
-    is_generated: bool = False
+    left_to_generate: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +132,7 @@ class Sequence:
     @property
     def computes_prompt(self) -> bool:
         """Whether the whole prompt must be computed, even if some of it is cached."""
-        return self.wants_scores or self.request.runs_whole
+        return self.wants_scores or self.request.runs_whole or self.request.left_to_generate
 
     def key_of(self, parent: Parent, start: int, end: int) -> Key:
         """The prefix cache's key of its block of the tokens `[start, end)` after `parent`."""

@@ -228,7 +228,7 @@ class DebugConfig:
         executor: how the model is run: "packed" (all tokens of a step in one row), "rows" (batches of rows, with the
             model's own attention), "sequential" (one sequence after the other), or "auto" (the first of them that is
             proved exact). An executor that is asked for is proved, too. "generate" leaves every sequence to the model's
-            own `generate`; with "auto", only encoder-decoders and multimodal models that run in no other way.
+            own `generate`; with "auto", only encoder-decoders and multimodal models that run in no other way do.
         attention_backend: "reference" (the definition, slow), "torch" (any device), "cpu" (our kernels), or "auto" (the
             best here).
         record_forward: whether the forward pass of a model that runs packed on a CPU is recorded once, and then runs

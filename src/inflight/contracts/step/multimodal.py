@@ -50,19 +50,19 @@ class MultimodalInputs:
         arrays: what the processor says of the prompt as a whole: sizes of images, types of tokens.
         encoder_arrays: what the encoders read of all items together; empty: there is one item, or none.
         whole: ranges `[start, end)` of tokens that see each other, so that no step may end within one.
-        is_generated: whether the model's own `generate` runs the prompt, with these items as `arrays` alone.
+        left_to_generate: whether the model's own `generate` runs the prompt, with these items as `arrays` alone.
     """
 
     items: Sequence[EncoderInput]
     arrays: Mapping[str, Array] = field(default_factory=dict)
     encoder_arrays: Mapping[str, Array] = field(default_factory=dict)
     whole: Sequence[tuple[int, int]] = ()
-    is_generated: bool = False
+    left_to_generate: bool = False
 
     def generated(self) -> "MultimodalInputs":
         """The same, for the model's own `generate`."""
         of_one = {name: each for item in self.items for name, each in item.arrays.items()}
-        return MultimodalInputs((), {**of_one, **self.encoder_arrays, **self.arrays}, is_generated=True)
+        return MultimodalInputs((), {**of_one, **self.encoder_arrays, **self.arrays}, left_to_generate=True)
 
     def items_between(self, start: int, end: int) -> list[EncoderInput]:
         """The items whose placeholders are among the tokens `[start, end)`."""

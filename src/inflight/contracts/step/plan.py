@@ -144,6 +144,7 @@ class SpanTokens(NamedTuple):
         scores: of the chosen tokens, if the request asks for `logprobs`.
         prompt_scores: of the span's `scored_ids`.
         values: the numbers of a text that is pooled, once its last token has run.
+        error: why the logits are not finite; None: not known.
     """
 
     token_ids: list[int]
@@ -151,6 +152,7 @@ class SpanTokens(NamedTuple):
     scores: Sequence[TokenScore] = ()
     prompt_scores: Sequence[TokenScore] = ()
     values: "Values | None" = None
+    error: str | None = None
 
 
 StepTokens: TypeAlias = list[SpanTokens]

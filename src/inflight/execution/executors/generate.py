@@ -24,7 +24,7 @@ class GenerateExecutor:
 
     def __init__(self, model: PreTrainedModel, vocab_size: int) -> None:
         self.model = model
-        self._no_logits = torch.empty(0, vocab_size, dtype=model.dtype)
+        self._no_logits = torch.empty(0, vocab_size, dtype=model.dtype, device=model.device)
 
     def bytes_per_block(self, block_size: int) -> int:
         """See `Executor`. The size of the model's own caches is unknown."""

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from inflight.contracts.api.errors import InvalidRequestError, ModelError
+from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import KINDS, EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
@@ -39,6 +39,8 @@ logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later steps."""
+OF_THE_MODEL = (ModelError, TypeError, AttributeError, LookupError, StopIteration)
+"""Errors that other items would raise, too: a model has no such function, or takes other arguments."""
 BETWEEN = "eager"
 """The attention implementation of what lies between an encoder and the language model."""
 
@@ -73,7 +75,6 @@ class EncoderOutputs:
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
         self.why_generated: dict[str, str | None] = {}
-        self._failed: set[str] = set()
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
@@ -83,7 +84,7 @@ class EncoderOutputs:
         for slot in plan.released_slots:
             self._sequences.pop(slot, None)
         for assignment in plan.assignments:
-            if assignment.multimodal is not None and not assignment.multimodal.is_generated:
+            if assignment.multimodal is not None and not assignment.multimodal.left_to_generate:
                 prompt = assignment.token_ids[: assignment.prompt_len]
                 with failing(assignment.sequence_id):
                     self._sequences[assignment.slot] = SequenceInputs.of(self._model, prompt, assignment.multimodal)
@@ -162,12 +163,11 @@ class EncoderOutputs:
         cannot encode them."""
         kinds = dict.fromkeys(item.kind for item in inputs.items)
         try:
-            with failing(0):
-                sequence = SequenceInputs.of(self._model, token_ids, inputs)
-                if not all(self._can_place(kind, token_ids, sequence) for kind in kinds):
-                    return inputs.generated()
-        except EncodingError as error:
-            raise InvalidRequestError(str(error)) from error
+            sequence = SequenceInputs.of(self._model, token_ids, inputs)
+        except Exception:  # the model's own code can raise anything
+            return inputs.generated()
+        if not all(self._can_place(kind, token_ids, sequence) for kind in kinds):
+            return inputs.generated()
         ranges = {kind: name for kind, name in self._ranges.items() if kind in kinds}
         whole = [each for kind, name in ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
         if max((end - start for start, end in whole), default=0) > self._window:
@@ -182,16 +182,16 @@ class EncoderOutputs:
             proofs[KINDS[kind]] = lambda: self._prove_apart(items, sequence.given)
         for name, prove in proofs.items():
             if name not in self.why_generated:
-                self.why_generated[name] = None
                 try:
                     prove()
                 except Exception as error:  # the model's own code can raise anything
-                    self.why_generated[name] = reason = first_line(error)
+                    reason = first_line(error)
                     logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
-                    if not isinstance(error, ModelError) and name not in self._failed:  # it may be this item's fault
-                        self._failed.add(name)
-                        del self.why_generated[name]
-                        return False
+                    if not isinstance(error, OF_THE_MODEL):
+                        return False  # it may be this item's fault
+                    self.why_generated[name] = reason
+                else:
+                    self.why_generated[name] = None
             if self.why_generated[name] is not None:
                 return False
         return True
@@ -229,7 +229,7 @@ class EncoderOutputs:
                     self._kept[item.digest] = rows_of(encode(self._model, item))
         alone = torch.cat([self._kept[item.digest][0] for item in items])
         error, largest = (rows - alone).abs().max(), alone.abs().max()
-        if error > largest * torch.finfo(rows.dtype).eps ** 0.5:
+        if not error <= largest * torch.finfo(rows.dtype).eps ** 0.5:
             name = type(self._model).__name__
             raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
 

@@ -6,8 +6,8 @@ cache; the blocks of its tables stay empty.
 """
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -21,8 +21,8 @@ from inflight.contracts.step.multimodal import Array
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.source import first_line
 from inflight.execution.multimodal.encoder import load_encoders
-from inflight.execution.multimodal.encoder_outputs import failing
 from inflight.execution.multimodal.sequence_inputs import TYPES, as_argument, forget_positions
 from inflight.execution.multimodal.turns import InTurns
 from inflight.execution.ragged_batch import RaggedBatch
@@ -37,11 +37,19 @@ class GeneratedSequences:
     Args:
         model: exclusively ours.
         attention: the attention implementation for them; None: the model's.
+        vocab_size: V, the columns of logits.
         takes_all: whether `generate` runs texts, too.
+
+    Attributes:
+        errors: by sequence id, why it failed in the last step.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: str | None, *, takes_all: bool = False) -> None:
+    def __init__(
+        self, model: PreTrainedModel, attention: str | None, vocab_size: int, *, takes_all: bool = False
+    ) -> None:
+        self.errors: dict[int, str] = {}
         self._model = model
+        self._vocab_size = vocab_size
         self._takes_all = takes_all
         self._attention = attention
         self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
@@ -56,7 +64,7 @@ class GeneratedSequences:
             self._assigned.pop(slot, None)
             self._end(slot)
         for each in plan.assignments:
-            if self._takes_all or (each.multimodal is not None and each.multimodal.is_generated):
+            if self._takes_all or (each.multimodal is not None and each.multimodal.left_to_generate):
                 self._assigned[each.slot] = each
                 self._token_ids[each.slot] = list(each.token_ids)
 
@@ -70,6 +78,7 @@ class GeneratedSequences:
         kept = [number for number, span in enumerate(spans) if span.slot not in self._assigned]
         if len(kept) == len(spans):
             return others(batch)
+        self.errors.clear()
         logits: dict[int, Tensor | None] = {
             span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned
         }
@@ -81,36 +90,60 @@ class GeneratedSequences:
             logits |= {
                 span.sequence_id: each for span, each in zip(rest.spans, torch.split(of_rest, sizes), strict=True)
             }
+        else:
+            nothing = RaggedBatch.empty(len(plan.tables), batch.input_ids.device)
+            of_rest = others(replace(nothing, plan=replace(nothing.plan, copies=plan.copies)))
         wanted = [each for span in spans if (each := logits[span.sequence_id]) is not None]
-        return torch.cat(wanted) if wanted else others(RaggedBatch.empty(len(plan.tables), batch.input_ids.device))
+        return torch.cat(wanted) if wanted else of_rest
 
     def _end(self, slot: int) -> None:
         if (running := self._running.pop(slot, None)) is not None:
             running.end()
 
     def _run(self, span: Span) -> Tensor | None:
-        """The logits `[1, V]` of a span, in the model's dtype; None: it has no logit row. The prompt runs whole, with
-        its last chunk. Raises `EncodingError`."""
+        """The logits `[1, V]` of a span, in the model's dtype, not a number if `generate` fails; None: it has no logit
+        row. The prompt runs whole, with its last chunk."""
         slot, assigned, token_ids = span.slot, self._assigned[span.slot], self._token_ids[span.slot]
         token_ids[span.start :] = span.token_ids
         if not span.num_logit_rows:
             return None
         attention = nullcontext() if self._attention is None else with_attention(self._model, self._attention)
-        with failing(span.sequence_id, "generate"), attention:
-            running = self._running.get(slot)
-            if running is None or span.start == 0 or running.length != span.start:  # a step was discarded, or others
-                self._end(slot)
-                arrays = {} if assigned.multimodal is None else assigned.multimodal.arrays
-                running = _Generate(self._model, token_ids[: assigned.prompt_len], arrays)
-                self._running[slot] = running
-            for token_id in token_ids[running.length :]:
-                running.add(token_id)
-            return running.logits.to(self._model.dtype)
+        running = self._running.get(slot)
+        try:
+            with attention:
+                if running is None or running.length > span.end:
+                    self._end(slot)
+                    arrays = {} if assigned.multimodal is None else assigned.multimodal.arrays
+                    running = _Generate(self._model, token_ids[: assigned.prompt_len], arrays)
+                    self._running[slot] = running
+                for token_id in token_ids[running.length :]:  # one, or those since a preemption
+                    running.add(token_id)
+                return running.logits.to(self._model.dtype)
+        except Exception as error:  # the model's own code can raise anything
+            self._end(slot)
+            self.errors[span.sequence_id] = f"the model's generate fails: {first_line(error)}"
+            return torch.full((1, self._vocab_size), torch.nan, dtype=self._model.dtype, device=self._model.device)
 
 
 def _end_all(running: dict[int, "_Generate"]) -> None:
     while running:
         running.popitem()[1].end()
+
+
+@contextmanager
+def _plainly(model: PreTrainedModel) -> Iterator[None]:
+    """A context in which the model's `generate`, and those of models in it, neither end nor change a score."""
+    owners = [module for module in model.modules() if hasattr(module, "generation_config")]
+    own = [module.generation_config for module in owners]
+    for module, config in zip(owners, own, strict=True):
+        begins = {name: getattr(config, name, None) for name in ("bos_token_id", "decoder_start_token_id")}
+        module.generation_config = GenerationConfig(do_sample=False, **begins)
+    try:
+        yield
+    finally:
+        for module, config in zip(owners, own, strict=True):
+            module.generation_config = config
+        forget_positions(model)
 
 
 class _Generate(LogitsProcessor):  # type: ignore[misc]
@@ -127,7 +160,7 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
     def __init__(self, model: PreTrainedModel, prompt: Sequence[int], arrays: Mapping[str, Array]) -> None:
         load_encoders(model)
         names = forward_parameters(model)
-        options: dict[str, Any] = {"input_ids": torch.tensor([list(prompt)])}
+        options: dict[str, Any] = {"input_ids": torch.tensor([list(prompt)], device=model.device)}
         for name, array in arrays.items():
             if name in names or not name.endswith(TYPES):  # only some models take types of tokens
                 options[name] = as_argument(array, model.dtype)
@@ -135,14 +168,8 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         self._turns = InTurns(lambda: model.generate(**options))
         self._next_id = 0
         self.length, self.logits = len(prompt), torch.empty(0)
-        own = model.generation_config
-        begins = {name: getattr(own, name) for name in ("bos_token_id", "decoder_start_token_id")}
-        model.generation_config = GenerationConfig(do_sample=False, **begins)
-        try:
+        with _plainly(model):
             self._go_on()
-        finally:
-            model.generation_config = own
-            forget_positions(model)
 
     def add(self, token_id: int) -> None:
         """Run another token."""
@@ -153,7 +180,7 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
     def _go_on(self) -> None:
         self._turns.resume()
         if self._turns.has_ended:
-            raise ModelError("its generate ends by itself")
+            raise ModelError("it ends by itself")
 
     def end(self) -> None:
         """End it."""

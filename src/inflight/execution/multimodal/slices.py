@@ -42,5 +42,5 @@ class Sliced:
             hook.remove()
 
     def _pause_if_over(self, *_: Any) -> None:
-        if self._turns.is_here and time.monotonic() >= self._deadline:
+        if self._turns.is_here and (self._turns.is_abandoned or time.monotonic() >= self._deadline):
             self._turns.pause()

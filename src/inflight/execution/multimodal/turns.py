@@ -24,10 +24,9 @@ class InTurns:
         self._compute = compute
         self._num_threads = torch.get_num_threads()
         self._turn, self._stop = threading.Semaphore(0), threading.Semaphore(0)
-        self._is_abandoned = False
+        self.is_abandoned = False
         self._result: Future[Any] = Future()
-        self._thread = threading.Thread(target=self._run, name="inflight-encoder", daemon=True)
-        self._thread.start()
+        self._thread = threading.Thread(target=self._run, name="inflight-turns", daemon=True)
 
     @property
     def has_ended(self) -> bool:
@@ -43,12 +42,15 @@ class InTurns:
         """Run until it pauses or ends. Returns its result, or None if it has not ended. Raises its error. An interrupt
         meanwhile ends it."""
         try:
+            if not self._thread.ident:
+                self._thread.start()
             self._turn.release()
             self._stop.acquire()
         except BaseException:  # nothing may run beside what comes next
-            self._is_abandoned = True
+            self.is_abandoned = True
             self._turn.release()
-            self._thread.join()
+            if self._thread.ident:
+                self._thread.join()
             raise
         if not self.has_ended:
             return None
@@ -57,23 +59,25 @@ class InTurns:
 
     def abandon(self) -> None:
         """End it where it paused."""
-        if not self.has_ended:
-            self._is_abandoned = True
-            with suppress(_Abandoned):
+        self.is_abandoned = True
+        if not self._thread.ident:
+            self._result.cancel()
+        elif not self.has_ended:
+            with suppress(_Abandoned, Exception):  # those of the computation's own cleaning up
                 self.resume()
 
     def pause(self) -> None:
         """Within the computation: wait for the next `resume`."""
         self._stop.release()
         self._turn.acquire()
-        if self._is_abandoned:
+        if self.is_abandoned:
             raise _Abandoned
 
     def _run(self) -> None:
         self._turn.acquire()
         torch.set_num_threads(self._num_threads)
         try:
-            self._result.set_result(None if self._is_abandoned else self._compute())
+            self._result.set_result(None if self.is_abandoned else self._compute())
         except BaseException as error:  # of the model's own code: `resume` raises it
             self._result.set_exception(error)
         finally:

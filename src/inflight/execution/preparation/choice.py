@@ -125,13 +125,14 @@ def choose_executor(
         PrepackingError: the model is not exact after prepacking, which is a bug.
     """
     name, asked = type(model).__name__, config.debug.executor
+    may_generate = asked in ("auto", "generate") and rank is None and not gives_states(model) and model.can_generate()
     reason = None if asked != "generate" else "it is asked for"
     if model.config.is_encoder_decoder:
         reason = f"{name} is an encoder-decoder"
     elif "reference_sliding_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         reason = f"{name} has attention with a window over the answer and none over the prompt"
-    if reason is not None and (asked not in ("auto", "generate") or rank is not None or gives_states(model)):
-        raise ModelError(f"{reason}, which only runs as executor='generate'")
+    if reason is not None and not may_generate:
+        raise ModelError(f"{reason}; such a model runs in its own generate alone, whole and in one process")
     if reason is None:
         if proof_results is None:
             proof_results = ResultCache.of_the_user(ProofResult)
@@ -141,7 +142,7 @@ def choose_executor(
         except NotFiniteError:
             raise
         except ModelError as error:
-            if asked != "auto" or rank is not None or auto_class_of(model.config) is not AutoModelForMultimodalLM:
+            if known is not None or not may_generate or auto_class_of(model.config) is not AutoModelForMultimodalLM:
                 raise
             reason = str(error)
     return _left_to_generate(model, config, reason)
@@ -149,17 +150,19 @@ def choose_executor(
 
 def _left_to_generate(model: PreTrainedModel, config: EngineConfig, reason: str) -> ChosenExecutor:
     """The model's own `generate`, of which nothing is to be proved."""
-    Features(executor=GENERATE.executor).require_all(config.asked_features())
-    text = model.config.get_text_config(decoder=True)
-    max_model_len, notes = own_limit(text)
-    notes.insert(0, f"every prompt runs whole and alone, in the model's own generate: {reason}")
+    try:
+        Features(executor=GENERATE.executor).require_all(config.asked_features())
+    except ModelError as error:
+        raise ModelError(f"{reason}; {error}") from error
+    given, got = model.get_input_embeddings(), model.get_output_embeddings()
+    vocab_size = min(each.weight.shape[0] for each in (given, got) if each is not None)
+    max_model_len, notes = own_limit(model.config.get_text_config(decoder=True))
+    notes.append(f"every prompt runs whole and alone, in the model's own generate: {reason}")
     logger.warning("%s runs as generate: %s", type(model).__name__, reason)
-    report = PreparationReport(
-        max_model_len=max_model_len, logits_error=0.0, vocab_size=text.vocab_size, notes=tuple(notes)
-    )
-    make = partial(GenerateExecutor, model, text.vocab_size)
+    report = PreparationReport(max_model_len=max_model_len, logits_error=0.0, vocab_size=vocab_size, notes=tuple(notes))
+    make = partial(GenerateExecutor, model, vocab_size)
     name = str(model.config._attn_implementation)
-    return ChosenExecutor(lambda *_: make(), name, ProofResult(GENERATE), "nothing: it is the model itself", report)
+    return ChosenExecutor(lambda *_: make(), name, ProofResult(GENERATE), "nothing", report)
 
 
 class _Search:

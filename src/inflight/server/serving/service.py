@@ -218,11 +218,11 @@ class Service:
             return 0
         try:
             self.tokenizer.processor.check_numbers(Counter(kind for kind, _ in items.values()))
-            fetched = await reading.addresses.fetch(set(addresses.values()))
+            fetched = await reading.addresses.fetch(list(addresses.values()))
         except InvalidRequestError as error:
             fetched = dict.fromkeys(addresses.values(), error)
         reading.items |= {mark: (address.kind, fetched[address]) for mark, address in addresses.items()}
-        return sum(len(each) for each in fetched.values() if isinstance(each, bytes))
+        return sum(len(each) for address in addresses.values() if isinstance(each := fetched[address], bytes))
 
     def written(
         self,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -59,6 +59,8 @@ class Addresses:
     def __init__(self, domains: Sequence[str] = (), folder: str | None = None) -> None:
         self._hosts = {_host(each): asyncio.Semaphore(AT_ONCE) for each in domains}
         self._folder = None if folder is None else Path(folder).expanduser().resolve()
+        if folder == "":
+            raise ValueError("allowed_local_media_path is empty")
         self._files = asyncio.Semaphore(AT_ONCE)
         if self._folder is not None and not self._folder.is_dir():
             raise ValueError(f"allowed_local_media_path is {folder!r}, which is not a folder")
@@ -78,7 +80,7 @@ class Addresses:
                 return Address(kind, path, self._files) if self._folder in path.parents else None
         return None
 
-    async def fetch(self, addresses: Set[Address]) -> dict[Address, bytes | InvalidRequestError]:
+    async def fetch(self, addresses: Sequence[Address]) -> dict[Address, bytes | InvalidRequestError]:
         """Fetch the addresses of one request.
 
         Returns:
@@ -105,7 +107,7 @@ class Addresses:
             try:
                 async with asyncio.timeout(self.max_seconds), turn:
                     if isinstance(place, Path):
-                        return take(await asyncio.to_thread(_read, place, self.max_bytes + 1))
+                        return take(await asyncio.to_thread(_read, place, max(left, 0) + 1))
                     async with session.get(place, allow_redirects=False) as response:
                         if response.status != 200:
                             why = ", a redirect, which is not followed" if response.status // 100 == 3 else ""
@@ -114,12 +116,15 @@ class Addresses:
             except TimeoutError:
                 cause = f"it took longer than {self.max_seconds:g} seconds"
             except (ClientError, OSError, ValueError) as error:  # whose text may have the query
-                cause = getattr(error, "strerror", None) or f"the connection failed ({type(error).__name__})"
+                is_own = type(error) is OSError or isinstance(place, Path)  # others' texts may name an address inside
+                known = getattr(error, "strerror", None) if is_own else None
+                cause = known or f"the connection failed ({type(error).__name__})"
             return InvalidRequestError(f"{NOUNS[kind]} cannot be read: {getattr(place, 'host', 'the file')}: {cause}")
 
         # Without `trust_env`, no proxy of the environment is used.
         async with ClientSession(headers={"Accept-Encoding": "identity"}, auto_decompress=False) as session:
-            return dict(zip(addresses, await asyncio.gather(*map(fetched, addresses)), strict=True))
+            different = list(dict.fromkeys(addresses))
+            return dict(zip(different, await asyncio.gather(*map(fetched, different)), strict=True))
 
 
 def _read(path: Path, most: int) -> bytes:

@@ -87,8 +87,7 @@ class ModelRunner:
         return self.executor.encoder_outputs if isinstance(self.executor, PackedExecutor) else None
 
     def check_images(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
-        """Check a prompt's images; return them with `whole`, or for the model's own `generate`. Raises
-        `InvalidRequestError` if the model cannot take them."""
+        """Check a prompt's images and sounds; return them with `whole`, or for the model's own `generate`."""
         if self.encoder_outputs is None:
             return inputs.generated()
         self.threads.prepare(are_own=False)

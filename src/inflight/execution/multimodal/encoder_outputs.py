@@ -159,8 +159,7 @@ class EncoderOutputs:
 
     def check(self, token_ids: Sequence[int], inputs: MultimodalInputs) -> MultimodalInputs:
         """Check a prompt's items before it is queued; return them with `whole`, or for the model's own `generate`. The
-        first of each kind is encoded, and the first several in one prompt. Raises `InvalidRequestError` if the model
-        cannot encode them."""
+        first of each kind is encoded, and the first several in one prompt."""
         kinds = dict.fromkeys(item.kind for item in inputs.items)
         try:
             sequence = SequenceInputs.of(self._model, token_ids, inputs)
@@ -228,8 +227,8 @@ class EncoderOutputs:
                 if item.digest not in self._kept:
                     self._kept[item.digest] = rows_of(encode(self._model, item))
         alone = torch.cat([self._kept[item.digest][0] for item in items])
-        error, largest = (rows - alone).abs().max(), alone.abs().max()
-        if not error <= largest * torch.finfo(rows.dtype).eps ** 0.5:
+        tolerance = alone.abs().max() * torch.finfo(alone.dtype).eps ** 0.5
+        if rows.shape != alone.shape or not (rows - alone).abs().max() <= tolerance:
             name = type(self._model).__name__
             raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
 

@@ -371,7 +371,7 @@ def test_an_interrupt_ends_a_computation() -> None:
 
 def test_a_step_of_generated_sequences_alone_copies_blocks() -> None:
     """Of a text that forked, and waits."""
-    sequences = GeneratedSequences(LLAVA[0], None, 400, takes_all=True)
+    sequences = GeneratedSequences(LLAVA[0], None, takes_all=True)
     assigned = SlotAssignment(0, 7, 0, [5, 6, 7], 3, GREEDY)
     plan = StepPlan((Span(7, 0, 0, [5, 6], 0, 3),), (([0],),), copies=((1, 2),), assignments=(assigned,))
     sequences.take(plan)

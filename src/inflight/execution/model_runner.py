@@ -67,7 +67,7 @@ class ModelRunner:
         takes_all = isinstance(self.executor, GenerateExecutor)
         if takes_all or self.info.input_modalities:
             attention = BETWEEN if self.executor.name == "packed" else None
-            self._generated = GeneratedSequences(self.model, attention, self.info.vocab_size, takes_all=takes_all)
+            self._generated = GeneratedSequences(self.model, attention, takes_all=takes_all)
         self.sampler = Sampler(config.scheduling.max_num_seqs, self.device)
         self.scorer = Scorer(config.scheduling.max_num_seqs)
 

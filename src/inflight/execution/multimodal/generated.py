@@ -37,19 +37,15 @@ class GeneratedSequences:
     Args:
         model: exclusively ours.
         attention: the attention implementation for them; None: the model's.
-        vocab_size: V, the columns of logits.
         takes_all: whether `generate` runs texts, too.
 
     Attributes:
         errors: by sequence id, why it failed in the last step.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, attention: str | None, vocab_size: int, *, takes_all: bool = False
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, attention: str | None, *, takes_all: bool = False) -> None:
         self.errors: dict[int, str] = {}
         self._model = model
-        self._vocab_size = vocab_size
         self._takes_all = takes_all
         self._attention = attention
         self._assigned: dict[int, SlotAssignment] = {}  # by slot, as all below
@@ -75,13 +71,11 @@ class GeneratedSequences:
     def forward(self, batch: RaggedBatch, others: Callable[[RaggedBatch], Tensor], block_size: int) -> Tensor:
         """The logits `[R, V]` of a batch, of which `others` runs all other sequences."""
         spans, plan = batch.spans, batch.plan
+        self.errors.clear()
         kept = [number for number, span in enumerate(spans) if span.slot not in self._assigned]
         if len(kept) == len(spans):
             return others(batch)
-        self.errors.clear()
-        logits: dict[int, Tensor | None] = {
-            span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned
-        }
+        logits = {span.sequence_id: self._run(span) for span in spans if span.slot in self._assigned}
         if kept:
             tables = tuple(tuple(table[number] for number in kept) for table in plan.tables)
             rest = replace(plan, spans=tuple(spans[number] for number in kept), tables=tables)
@@ -93,6 +87,8 @@ class GeneratedSequences:
         else:
             nothing = RaggedBatch.empty(len(plan.tables), batch.input_ids.device)
             of_rest = others(replace(nothing, plan=replace(nothing.plan, copies=plan.copies)))
+        for sequence_id in self.errors:
+            logits[sequence_id] = of_rest.new_full((1, of_rest.shape[1]), torch.nan)
         wanted = [each for span in spans if (each := logits[span.sequence_id]) is not None]
         return torch.cat(wanted) if wanted else of_rest
 
@@ -101,8 +97,8 @@ class GeneratedSequences:
             running.end()
 
     def _run(self, span: Span) -> Tensor | None:
-        """The logits `[1, V]` of a span, in the model's dtype, not a number if `generate` fails; None: it has no logit
-        row. The prompt runs whole, with its last chunk."""
+        """The logits `[1, V]` of a span, in the model's dtype; None: it has no logit row, or an error. The prompt runs
+        whole, with its last chunk."""
         slot, assigned, token_ids = span.slot, self._assigned[span.slot], self._token_ids[span.slot]
         token_ids[span.start :] = span.token_ids
         if not span.num_logit_rows:
@@ -122,7 +118,7 @@ class GeneratedSequences:
         except Exception as error:  # the model's own code can raise anything
             self._end(slot)
             self.errors[span.sequence_id] = f"the model's generate fails: {first_line(error)}"
-            return torch.full((1, self._vocab_size), torch.nan, dtype=self._model.dtype, device=self._model.device)
+            return None
 
 
 def _end_all(running: dict[int, "_Generate"]) -> None:

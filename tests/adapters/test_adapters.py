@@ -163,9 +163,9 @@ def test_a_wrong_adapter_is_said_before_the_model_is_loaded(monkeypatch: pytest.
 
 
 def test_models_that_cannot_have_adapters_say_why() -> None:
-    with pytest.raises(ModelError, match="adapters is not supported with a model that runs as rows"):
+    with pytest.raises(ModelError, match="adapters is not supported with a model that does not run packed"):
         LLM(zoo.build("llama"), adapters={}, executor="rows")
-    with pytest.raises(ModelError, match="runs as"):
+    with pytest.raises(ModelError, match="does not run packed"):
         LLM(others.build("bloom"), adapters={})
 
 

@@ -155,7 +155,7 @@ BROKEN: dict[Callable[[Path], None], str] = {
     config_that_is_no_json: "not a valid JSON file",
     config_without_a_type: "model_type",
     config_of_an_unknown_type: "nonesuch",
-    config_of_an_encoder_decoder: "T5Config",
+    config_of_an_encoder_decoder: "lacks some of the model's weights",
     config_of_another_size: ".weight",
 }
 """What is wrong with a folder, and what the message must name in addition to the folder."""

@@ -167,7 +167,7 @@ def test_a_proof_result_without_int8_does_not_apply_to_int8(
     proof_results, model = ResultCache(tmp_path, ProofResult), others.build("bloom").to(torch.bfloat16)
     others.build.cache_clear()
     choose(model, proof_results)
-    with pytest.raises(ModelError, match="is not supported with a model that runs as rows"):
+    with pytest.raises(ModelError, match="is not supported with a model that does not run packed"):
         choose(model, proof_results, **option)
 
 

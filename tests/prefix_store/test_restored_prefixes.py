@@ -146,7 +146,7 @@ def test_what_is_aborted_while_it_waits_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_what_keeps_no_blocks_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="prefix_cache_dir is not supported with a model that runs as rows"):
+    with pytest.raises(ModelError, match="prefix_cache_dir is not supported with a model that does not run packed"):
         LLM(others.build("bloom"), prefix_cache_dir=tmp_path)
     (tmp_path / "file").write_text("")
     with pytest.raises(ModelError, match=r"prefix_cache_dir '.*file' cannot be used: .*exists"):

@@ -153,7 +153,7 @@ def test_a_grammar_over_its_limits_after_accepted_draft_tokens_ends_alone() -> N
 
 def test_a_model_that_cannot_take_back_says_so() -> None:
     info = LLM(zoo.build("gpt2"), byte_level().inner, executor="rows", speculation="auto").engine.model_info
-    assert info.speculation.startswith("off: speculation is not supported with a model that runs as rows")
+    assert info.speculation.startswith("off: speculation is not supported with a model that does not run packed")
 
 
 @pytest.mark.thorough

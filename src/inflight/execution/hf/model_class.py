@@ -13,16 +13,15 @@ from transformers import (
 
 
 def auto_class_of(config: PreTrainedConfig) -> type[Any]:
-    """The Auto class of this configuration: the one for models that also read images, sound or video, if there is no
-    other or the configuration names its class; else, of an encoder-decoder, the one for texts from texts, and else the
-    one for causal language models."""
-    multimodal = AutoModelForMultimodalLM._model_mapping.get(type(config), None)
-    is_named = multimodal is not None and multimodal.__name__ in (config.architectures or ())
+    """The Auto class of this configuration: the one for models that also read images, sound or video, or that for
+    encoder-decoders, if the configuration names its class or there is no other; and else the one for causal language
+    models."""
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    is_multimodal = is_named or (multimodal is not None and not is_causal)
-    is_translating = config.is_encoder_decoder and type(config) in AutoModelForSeq2SeqLM._model_mapping
-    other: type[Any] = AutoModelForSeq2SeqLM if is_translating else AutoModelForCausalLM
-    return AutoModelForMultimodalLM if is_multimodal else other
+    for auto_class in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM):
+        found = auto_class._model_mapping.get(type(config), None)
+        if found is not None and (found.__name__ in (config.architectures or ()) or not is_causal):
+            return auto_class  # type: ignore[no-any-return]
+    return AutoModelForCausalLM  # type: ignore[no-any-return]
 
 
 def encoders(model: PreTrainedModel) -> tuple[nn.Module, ...]:

@@ -128,7 +128,7 @@ class Addresses:
 
 
 def _read(path: Path, most: int) -> bytes:
-    """At most so many bytes of a file. Raises `OSError`."""
+    """The first `most` bytes of a file. Raises `OSError`."""
     if not path.is_file():
         raise OSError(0, "there is no such file")
     with path.open("rb") as file:

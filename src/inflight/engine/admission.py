@@ -232,7 +232,7 @@ def leave_to_generate(request: Request) -> Request:
     `InvalidRequestError`."""
     for name, value in (("prompt_logprobs", request.params.prompt_logprobs), ("an adapter", request.adapter)):
         if value is not None:
-            raise InvalidRequestError(f"the model's own generate runs this prompt, without {name}")
+            raise InvalidRequestError(f"the model's own generate runs this prompt, without {name}; leave it out")
     params = replace(request.params, speculation=False)
     return replace(request, params=params, left_to_generate=True)
 

@@ -108,10 +108,10 @@ class Processor:
             token_ids: list[int] = whole["input_ids"][0].tolist()
             items = [item for kind, each in opened.items() for item in self.of(kind).items(each, token_ids)]
         items.sort(key=lambda item: item.places[0])
-        arrays = _arrays(whole, without=_OF_THE_PROMPT)
-        encoder_arrays = {name: each for name, each in arrays.items() if name.startswith(_OF_THE_ENCODER)}
-        arrays = {name: each for name, each in arrays.items() if name not in encoder_arrays}
-        return token_ids, MultimodalInputs(items, arrays, encoder_arrays if len(items) > 1 else {})
+        arrays, encoder_arrays = _arrays(whole, without=(*_OF_THE_PROMPT, *_OF_THE_ENCODER)), {}
+        if len(items) > 1:
+            encoder_arrays = _arrays(whole, without=(*_OF_THE_PROMPT, *arrays))
+        return token_ids, MultimodalInputs(items, arrays, encoder_arrays)
 
     def check_numbers(self, numbers: Mapping[str, int]) -> None:
         """Raise `InvalidRequestError` if these are too many items, by kind, for one prompt."""

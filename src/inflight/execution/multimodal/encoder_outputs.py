@@ -86,7 +86,7 @@ class EncoderOutputs:
         for assignment in plan.assignments:
             if assignment.multimodal is not None and not assignment.multimodal.left_to_generate:
                 prompt = assignment.token_ids[: assignment.prompt_len]
-                with failing(assignment.sequence_id):
+                with _failing(assignment.sequence_id):
                     self._sequences[assignment.slot] = SequenceInputs.of(self._model, prompt, assignment.multimodal)
         needed: dict[bytes, tuple[int, EncoderInput]] = {}
         for span in plan.spans:
@@ -121,7 +121,7 @@ class EncoderOutputs:
         end = math.inf if seconds is None else time.monotonic() + seconds
         for sequence_id, item in missing:
             self._make_room(wanted)
-            with failing(sequence_id):
+            with _failing(sequence_id):
                 self._encode(item, end)
             if time.monotonic() >= end:
                 break
@@ -257,11 +257,11 @@ class EncoderOutputs:
 
 
 @contextmanager
-def failing(sequence_id: int, what: str = "encoder") -> Iterator[None]:
-    """Raise errors of this part of the model as `EncodingError`."""
+def _failing(sequence_id: int) -> Iterator[None]:
+    """Raise errors as `EncodingError`."""
     try:
         yield
     except ModelError as error:
         raise EncodingError(sequence_id, str(error)) from error
     except Exception as error:  # the model's own code can raise anything
-        raise EncodingError(sequence_id, f"the model's {what} fails: {first_line(error)}") from error
+        raise EncodingError(sequence_id, f"the model's encoder fails: {first_line(error)}") from error

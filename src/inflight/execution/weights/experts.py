@@ -182,8 +182,8 @@ def prepack_routers(model: PreTrainedModel) -> None:
         return
     for module in model.modules():
         weight = module._parameters.get("weight")
-        is_left = weight is not None and weight.dim() == 2 and not isinstance(weight, LeftMatrix)
-        if is_left and not isinstance(module, nn.Embedding):
+        is_router = weight is not None and weight.dim() == 2 and not isinstance(weight, LeftMatrix)
+        if is_router and not isinstance(module, nn.Embedding):
             module._parameters["weight"] = CaughtMatrix.from_weight(weight)
             if kernels_available():
                 module.forward = OwnForward(_run_batch_invariant, module.forward)

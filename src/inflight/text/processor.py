@@ -6,14 +6,13 @@ That decides about sizes, tiles, chunks and placeholder tokens. Torch is importe
 from __future__ import annotations
 
 import copy
-import inspect
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.step.multimodal import KINDS, Array, EncoderInput, MultimodalInputs, placeholder_id
@@ -22,6 +21,9 @@ from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, ProcessorMixin
+
+Opened: TypeAlias = Mapping[str, Sequence[Any]]
+"""Items as processors take them, by kind."""
 
 SAMPLE_SIDE = 64
 MAX_BYTES = 2**26
@@ -46,18 +48,26 @@ class Processor:
 
     Attributes:
         limits: the most items of a prompt, by kind; without an entry: no limit.
+        prompts_decoder: whether a prompt is the decoder's, of an encoder-decoder whose encoder reads an image or a
+            sound alone: no placeholder stands for it.
     """
 
     def __init__(self, inner: ProcessorMixin, config: PreTrainedConfig | None = None) -> None:
-        self.inner = copy.copy(inner)
+        self.inner, self._config = copy.copy(inner), config
         self.limits: Mapping[str, int] = {}
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
+        first = (getattr(config, "decoder_start_token_id", None), inner.tokenizer.bos_token_id)
+        of_config = [token_id for token_id in first if token_id is not None][:1]
+        self._begins: list[int] = list(getattr(inner.tokenizer, "prefix_tokens", of_config))
         for kind, names in _PARTS.items():
             for name in names:
                 if (part := getattr(inner, name, None)) is not None:
                     setattr(self.inner, name, remembering := _Remembering(part))
-                    self._readers[kind] = Reader(kind, self.inner, remembering, placeholder_id(config, kind))
+                    token_id = placeholder_id(config, kind)
+                    self._readers[kind] = Reader(kind, self.inner, remembering, token_id)
+        named = [each for each in self._readers.values() if each.given_token_id is not None]
+        self.prompts_decoder = getattr(config, "is_encoder_decoder", False) and not named
 
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Processor:
@@ -89,7 +99,7 @@ class Processor:
 
     def read(
         self,
-        text: str,
+        text: str | list[int],
         images: Sequence[ImageSource] = (),
         sounds: Sequence[SoundSource] = (),
         *,
@@ -97,12 +107,18 @@ class Processor:
     ) -> tuple[list[int], MultimodalInputs]:
         """The token ids of a text, with placeholders for its images and sounds, and what the model needs of these.
 
+        Args:
+            text: token ids only where `prompts_decoder`.
+
         Raises:
             InvalidRequestError: there are too many, one cannot be read, or the text has not as many places.
         """
         given = {kind: each for kind, each in (("image", images), ("audio", sounds)) if len(each)}
         self.check_numbers({kind: len(each) for kind, each in given.items()})
         opened = {kind: [self.of(kind).open(source) for source in each] for kind, each in given.items()}
+        if self.prompts_decoder:
+            return self._read_apart(text, opened)
+        assert isinstance(text, str)
         with self._lock:
             whole = _process(self.inner, text, opened, add_special_tokens)
             token_ids: list[int] = whole["input_ids"][0].tolist()
@@ -113,6 +129,22 @@ class Processor:
             encoder_arrays = _arrays(whole, without=(*_OF_THE_PROMPT, *arrays))
         return token_ids, MultimodalInputs(items, arrays, encoder_arrays)
 
+    @property
+    def vocab_size(self) -> int | None:
+        """Of the model; None: unknown."""
+        return getattr(self._config, "vocab_size", None)
+
+    def _read_apart(self, text: str | list[int], opened: Opened) -> tuple[list[int], MultimodalInputs]:
+        """As `read`, for the decoder. An empty text is how the model begins."""
+        (kind, items), *others = opened.items()
+        if others or len(items) > 1:
+            raise InvalidRequestError("the model reads one image or one sound with each prompt")
+        tokenizer = self.inner.tokenizer
+        token_ids = tokenizer(text, add_special_tokens=False)["input_ids"] if isinstance(text, str) else text
+        with self._lock:
+            item = self.of(kind).item(items[0])
+        return token_ids or self._begins, MultimodalInputs([item])
+
     def check_numbers(self, numbers: Mapping[str, int]) -> None:
         """Raise `InvalidRequestError` if these are too many items, by kind, for one prompt."""
         for kind, number in numbers.items():
@@ -121,28 +153,6 @@ class Processor:
                     f"the prompt has {number} {KINDS[kind]}; at most {self.limits[kind]} are accepted "
                     "(limit_mm_per_prompt)"
                 )
-
-    def transcription_request(self, prompt: str | None, language: str | None) -> str | None:
-        """The text with which a model that transcribes is asked about one sound; None: its processor writes none.
-
-        Args:
-            prompt, language: None: the processor's own, and as the model hears.
-
-        Raises:
-            InvalidRequestError: the processor takes no language, or not this one.
-        """
-        ask = getattr(self.inner, "apply_transcription_request", None)
-        known = () if ask is None else inspect.signature(ask).parameters
-        if ask is None or "tokenize" not in known:
-            return None
-        if language is not None and "language" not in known:
-            raise InvalidRequestError("a language is given, but the model's processor takes none")
-        given = {"prompt": prompt, "language": language}
-        try:
-            texts = ask("", tokenize=False, **{name: each for name, each in given.items() if each is not None})
-        except Exception as error:  # it is a program, and can raise anything
-            raise InvalidRequestError(f"the processor cannot ask for it: {one_line(error)}") from error
-        return str(texts[0])
 
 
 class Reader:
@@ -156,12 +166,17 @@ class Reader:
 
     def __init__(self, kind: str, inner: ProcessorMixin, part: _Remembering, token_id: int | None) -> None:
         self.kind = kind
-        self._inner, self._part, self._given_token_id = inner, part, token_id
+        self._inner, self._part, self.given_token_id = inner, part, token_id
 
     @property
     def sampling_rate(self) -> int:
         """Of the sounds that the processor takes, in Hz."""
         return int(self._part.sampling_rate)
+
+    @property
+    def most_samples(self) -> int | None:
+        """The longest sound that the processor takes whole, in samples; None: any."""
+        return self._part.most_samples
 
     def open(self, source: ImageSource | SoundSource) -> Any:
         """An item as the processor takes it. Raises `InvalidRequestError`."""
@@ -183,18 +198,28 @@ class Reader:
             raise InvalidRequestError(f"the prompt has {len(places)} placeholder tokens, but its {has}")
         items, first = [], 0
         for each, number, alone in zip(opened, numbers, singles, strict=True):
-            digest = blake2b(self._settings, digest_size=32)
-            _add(digest, each)
             own = places[first : first + number]
-            items.append(EncoderInput(self.kind, digest.digest(), own, _arrays(alone, without=_OF_THE_PROMPT)))
+            items.append(EncoderInput(self.kind, self._digest(each), own, _arrays(alone, without=_OF_THE_PROMPT)))
             first += number
         return items
+
+    def item(self, opened: Any) -> EncoderInput:
+        """An item without placeholder tokens: it comes before the first token. Raises `InvalidRequestError`."""
+        named = {"sampling_rate": self.sampling_rate} if self.kind == "audio" else {}
+        with _processing(KINDS[self.kind]):
+            alone = self._part(opened, return_tensors="pt", **named)
+        return EncoderInput(self.kind, self._digest(opened), (0,), _arrays(alone, without=()))
+
+    def _digest(self, opened: Any) -> bytes:
+        digest = blake2b(self._settings, digest_size=32)
+        _add(digest, opened)
+        return digest.digest()
 
     @cached_property
     def token_id(self) -> int:
         """The placeholder token. Gemma 3's processor names another one, which begins an image."""
-        if self._given_token_id is not None:
-            return self._given_token_id
+        if self.given_token_id is not None:
+            return self.given_token_id
         named = (getattr(each, f"{self.kind}_token_id", None) for each in (self._inner, self._inner.tokenizer))
         token_ids = self._sample(self.placeholder)
         token_id = max((each for each in named if each is not None), key=token_ids.count, default=None)
@@ -228,18 +253,16 @@ class Reader:
         except InvalidRequestError:
             return []
         token_ids: list[int] = processed["input_ids"][0].tolist()
-        return token_ids if self._given_token_id in (None, *token_ids) else []
+        return token_ids if self.given_token_id in (None, *token_ids) else []
 
     @cached_property
     def _settings(self) -> bytes:
         return str(self._part.to_json_string()).encode()
 
 
-def _process(
-    inner: ProcessorMixin, text: str, opened: Mapping[str, Sequence[Any]], add_special_tokens: bool
-) -> Mapping[str, Any]:
+def _process(inner: ProcessorMixin, text: str, opened: Opened, add_special_tokens: bool) -> Mapping[str, Any]:
     """What a processor makes of a text and its items, by kind. Raises `InvalidRequestError`."""
-    try:
+    with _processing(" and ".join(KINDS[kind] for kind in opened)):
         processed: Mapping[str, Any] = inner(
             text=text,
             add_special_tokens=add_special_tokens,
@@ -247,10 +270,18 @@ def _process(
             return_mm_token_type_ids=True,
             **{_ARGUMENTS[kind]: list(items) for kind, items in opened.items()},
         )
-    except Exception as error:  # it is a program, and can raise anything
-        what = " and ".join(KINDS[kind] for kind in opened)
-        raise InvalidRequestError(f"the processor cannot read the {what}: {one_line(error)}") from error
     return processed
+
+
+@contextmanager
+def _processing(what: str) -> Iterator[None]:
+    """Raise a processor's errors as `InvalidRequestError`."""
+    try:
+        yield
+    except InvalidRequestError:
+        raise
+    except Exception as error:  # it is a program, and can raise anything
+        raise InvalidRequestError(f"the processor cannot read the {what}: {one_line(error)}") from error
 
 
 class _Remembering:
@@ -264,6 +295,20 @@ class _Remembering:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
+    def _check_length(self, items: Any, options: Mapping[str, Any]) -> None:
+        """Raise `InvalidRequestError` for a sound of which Whisper's feature extractor would leave out the end."""
+        limit = self.most_samples if options.get("truncation", True) else None
+        longest = 0 if limit is None else max(map(len, items if isinstance(items, list | tuple) else [items]))
+        if limit is not None and longest > limit:
+            longest, most = (number // self._inner.sampling_rate for number in (longest, limit))
+            raise InvalidRequestError(f"a sound has {longest} seconds; the model hears {most} at a time")
+
+    @property
+    def most_samples(self) -> int | None:
+        """The longest sound that it takes whole, in samples; None: any."""
+        is_whispers = type(self._inner).__name__ == "WhisperFeatureExtractor"  # others cut it in windows
+        return int(self._inner.n_samples) if is_whispers else None
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         named = next((name for name in ("images", "audio", "raw_speech") if name in kwargs), "")
         items = args[0] if args else kwargs.get(named)
@@ -271,6 +316,7 @@ class _Remembering:
         digest = blake2b(repr(others).encode(), digest_size=32)
         try:
             _add(digest, items)
+            self._check_length(items, kwargs)
         except AttributeError:  # a processor has made something else of them
             return self._inner(*args, **kwargs)
         key = digest.digest()

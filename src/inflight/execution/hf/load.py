@@ -36,10 +36,12 @@ from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
 from inflight.host.machine import usable_memory
 
+SUPPRESSES = ("suppress_tokens", "begin_suppress_tokens")
+"""Settings that hold only where the model's own `generate` runs a prompt."""
 NOT_HONOURED = {
     *("num_beams", "penalty_alpha", "guidance_scale", "typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"),
     *("repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "exponential_decay_length_penalty"),
-    *("bad_words_ids", "sequence_bias", "suppress_tokens", "begin_suppress_tokens"),
+    *("bad_words_ids", "sequence_bias", *SUPPRESSES),
     *("forced_bos_token_id", "forced_eos_token_id", "min_length", "min_new_tokens", "max_length", "stop_strings"),
     *("num_return_sequences", "watermarking_config", "max_time"),
 }
@@ -64,12 +66,13 @@ def eos_token_ids(generation_config: GenerationConfig, vocab_size: int) -> tuple
     return tuple(token_id for token_id in ids if 0 <= token_id < vocab_size)
 
 
-def not_honoured(generation_config: GenerationConfig) -> tuple[str, ...]:
-    """Notes on settings that this engine ignores."""
+def not_honoured(generation_config: GenerationConfig, executor: str) -> tuple[str, ...]:
+    """Notes on settings that an executor ignores."""
     asked = generation_config.to_diff_dict()
+    honoured = SUPPRESSES if executor == "generate" else ()
     return tuple(
         f"generation_config has {name}={asked[name]!r}, which is not supported"
-        for name in sorted(NOT_HONOURED & asked.keys())
+        for name in sorted((NOT_HONOURED & asked.keys()).difference(honoured))
     )
 
 

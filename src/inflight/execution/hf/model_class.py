@@ -7,6 +7,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMultimodalLM,
     AutoModelForSeq2SeqLM,
+    AutoModelForSpeechSeq2Seq,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -17,7 +18,7 @@ def auto_class_of(config: PreTrainedConfig) -> type[Any]:
     encoder-decoders, if the configuration names its class or there is no other; and else the one for causal language
     models."""
     is_causal = type(config) in AutoModelForCausalLM._model_mapping
-    for auto_class in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM):
+    for auto_class in (AutoModelForMultimodalLM, AutoModelForSeq2SeqLM, AutoModelForSpeechSeq2Seq):
         found = auto_class._model_mapping.get(type(config), None)
         if found is not None and (found.__name__ in (config.architectures or ()) or not is_causal):
             return auto_class  # type: ignore[no-any-return]
@@ -33,3 +34,9 @@ def encoders(model: PreTrainedModel) -> tuple[nn.Module, ...]:
 def encoder_parameters(model: PreTrainedModel) -> set[int]:
     """The ids of the parameters of a model's encoders."""
     return {id(parameter) for encoder in encoders(model) for parameter in encoder.parameters()}
+
+
+def prompts_decoder(model: PreTrainedModel) -> bool:
+    """Whether a prompt is the decoder's, of an encoder-decoder whose encoder reads an image or a sound alone (Whisper,
+    Donut)."""
+    return bool(model.config.is_encoder_decoder) and model.main_input_name != "input_ids"

@@ -14,13 +14,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from transformers import GenerationConfig, GenerationMixin, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
 from inflight.contracts.step.multimodal import Array
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.execution.hf.hook import with_attention
+from inflight.execution.hf.load import SUPPRESSES
 from inflight.execution.hf.model_call import forward_parameters
+from inflight.execution.hf.model_class import prompts_decoder
 from inflight.execution.hf.source import first_line
 from inflight.execution.multimodal.encoder import load_encoders
 from inflight.execution.multimodal.sequence_inputs import TYPES, as_argument, forget_positions
@@ -29,6 +31,7 @@ from inflight.execution.ragged_batch import RaggedBatch
 from inflight.host.garbage_collection import call_soon
 
 ENDLESS = 10**9
+BEGINS = ("bos_token_id", "decoder_start_token_id")
 
 
 class GeneratedSequences:
@@ -128,12 +131,13 @@ def _end_all(running: dict[int, "_Generate"]) -> None:
 
 @contextmanager
 def _plainly(model: PreTrainedModel) -> Iterator[None]:
-    """A context in which the model's `generate`, and those of models in it, neither end nor change a score."""
+    """A context in which the model's `generate`, and those of models in it, neither end nor change a
+    score, but for tokens that the model suppresses."""
     owners = [module for module in model.modules() if hasattr(module, "generation_config")]
     own = [module.generation_config for module in owners]
     for module, config in zip(owners, own, strict=True):
-        begins = {name: getattr(config, name, None) for name in ("bos_token_id", "decoder_start_token_id")}
-        module.generation_config = GenerationConfig(do_sample=False, **begins)
+        kept = {name: getattr(config, name, None) for name in (*BEGINS, *SUPPRESSES)}
+        module.generation_config = GenerationConfig(do_sample=False, **kept)
     try:
         yield
     finally:
@@ -161,7 +165,13 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
             if name in names or not name.endswith(TYPES):  # only some models take types of tokens
                 options[name] = as_argument(array, model.dtype)
         options |= {"max_new_tokens": ENDLESS, "logits_processor": LogitsProcessorList([self])}
-        self._turns = InTurns(lambda: model.generate(**options))
+        generate = model.generate
+        if prompts_decoder(model):
+            options["decoder_input_ids"] = options.pop("input_ids")
+            generate = partial(GenerationMixin.generate, model)  # Whisper's own cuts sounds, and writes prompts
+            if model.main_input_name not in options:
+                raise ModelError("its encoder reads an image or a sound with each prompt")
+        self._turns = InTurns(lambda: generate(**options))
         self._next_id = 0
         self.length, self.logits = len(prompt), torch.empty(0)
         with _plainly(model):

@@ -147,7 +147,7 @@ def describe(
             *getattr(model, "inflight_notes", ()),
             *report.notes,
             *_note_on_slots(executor, config),
-            *not_honoured(generation_config),
+            *not_honoured(generation_config, executor.name),
         ),
     )
 

@@ -65,7 +65,9 @@ def own_limit(config: PreTrainedConfig) -> tuple[int, list[str]]:
     """The longest sequence, in tokens, of a model that does its own attention, and a note if that is an estimate, or
     less than the model's own limit. (Doge keeps the best `keep_window_size` keys. Which are best among equals, and
     among those that rounding makes so, depends on the whole row.)"""
-    limit, window = getattr(config, "max_position_embeddings", None), getattr(config, "keep_window_size", None)
+    names = ("max_position_embeddings", "max_target_positions", "keep_window_size")
+    limit, of_decoder, window = (getattr(config, name, None) for name in names)
+    limit = of_decoder if limit is None else limit
     if isinstance(window, int) and isinstance(limit, int) and 0 < window < limit:
         return window, [f"sequences are limited to {window} tokens: beyond, the model chooses among its keys by rank"]
     if isinstance(limit, int) and limit > 0:

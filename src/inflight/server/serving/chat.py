@@ -88,7 +88,9 @@ class ChatAnswer(ABC, Generic[B]):
         prompt = service.fitted(self._rendered.token_ids, info, self.PARAM, limit)
         service.check_num_scores([prompt], params)
         adapter, request_id = service.adapter_of(body.model), f"{self.ID}{uuid.uuid4().hex}"
-        self.generation = Generation(request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter, items)
+        self.generation = Generation(
+            request_id, [prompt], params, body.priority or 0, body.cache_salt, adapter, [items]
+        )
         self.model_name, self.created_at = service.name_of(adapter), int(time.time())
 
     def written(self, service: Service, info: ModelInfo) -> RenderedChat:
@@ -139,10 +141,10 @@ async def answer_chat(
     async with attended(request.receive, service.settings.request_timeout) as client:
         answer = await prepared(body, request, make, more_bytes)
         if not body.stream:
-            (output,) = await generate(service, answer.generation, client)
-            whole = await off_loop(more_bytes + size_of_answer([output]), lambda: answer.whole(output))
+            outputs = await generate(service, answer.generation, client)
+            whole = await off_loop(more_bytes + size_of_answer(outputs), lambda: answer.whole(*outputs))
             answer.keep()
-            answer.expect_next(service, output)
+            answer.expect_next(service, outputs[0])
             return Response(whole, media_type="application/json")
     return stream(service, answer.generation, answer.events(), partial(answer.expect_next, service))
 

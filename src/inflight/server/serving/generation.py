@@ -42,7 +42,7 @@ class Generation:
         prompts: the token ids of each prompt, within the context.
         params: the same for all prompts.
         adapter: the name of their adapter; None: none.
-        multimodal: the images and sounds of the only prompt; None: there are none.
+        multimodal: the images and sounds of each prompt, None: it has none; empty: no prompt has any.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class Generation:
     priority: int = 0
     cache_salt: str | None = None
     adapter: str | None = None
-    multimodal: MultimodalInputs | None = None
+    multimodal: Sequence[MultimodalInputs | None] = ()
 
 
 async def generate(
@@ -112,6 +112,7 @@ async def _follow(
     reason: EndReason = "error"
     params, priority = generation.params, generation.priority
     prompt = generation.prompts[prompt_index]
+    multimodal = generation.multimodal[prompt_index] if generation.multimodal else None
     texts: list[list[str]] | None = [[] for _ in range(params.n)] if service.keeps_texts else None
     observer.started(request_id, generation.params.n, generation.params, generation.adapter)
     running = RunningRequest(prompt, params, priority, texts)
@@ -121,7 +122,7 @@ async def _follow(
             priority = BACKGROUND
             params = params if params.seed is not None else replace(params, seed=secrets.randbits(63))
         stream = service.llm.stream(
-            prompt if generation.multimodal is None else ReadPrompt(None, prompt, None, generation.multimodal),
+            prompt if multimodal is None else ReadPrompt(None, prompt, None, multimodal),
             params,
             request_id,
             priority=priority,

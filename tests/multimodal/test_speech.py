@@ -1,0 +1,130 @@
+"""Encoder-decoders that hear: a prompt is the decoder's, and the encoder reads a sound, in parts if it is long."""
+
+import copy
+import io
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import soundfile
+import torch
+from numpy.typing import NDArray
+from openai import BadRequestError
+
+from inflight import LLM, AsyncLLM, SamplingParams
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.text.processor import Processor
+from inflight.text.transcription import windows
+from tests.multimodal.sounds import RATE, sound
+from tests.multimodal.speech import LANGUAGES, SECONDS, whisper
+from tests.server.serving import RunningServer
+
+NUM_TOKENS = 8
+GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
+ASKED = "<|startoftranscript|><|{}|><|transcribe|><|notimestamps|>"
+SOUNDS = tuple(map(sound, range(3)))
+
+
+@torch.no_grad()
+def plain(samples: NDArray[np.float32], **asked: Any) -> list[int]:
+    """What Whisper's own `generate` writes."""
+    model, processor = whisper()
+    inputs = processor(audio=samples, sampling_rate=RATE, return_tensors="pt")
+    output = copy.deepcopy(model).generate(**inputs, task="transcribe", max_new_tokens=NUM_TOKENS, **asked)
+    return list(output[0].tolist())
+
+
+def text_of(token_ids: list[int]) -> str:
+    return str(whisper()[1].tokenizer.decode(token_ids, skip_special_tokens=True))
+
+
+@pytest.fixture(scope="module")
+def llm() -> LLM:
+    model, processor = whisper()
+    return LLM(copy.deepcopy(model), processor, num_blocks=100, max_num_seqs=2)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    model, processor = whisper()
+    with RunningServer(AsyncLLM(copy.deepcopy(model), processor, in_process=True), model_name="m") as running:
+        yield running
+
+
+def test_tokens_are_those_of_its_own_generate(llm: LLM) -> None:
+    prompts = [
+        {"prompt": ASKED.format(language), "audios": [each]} for language, each in zip(LANGUAGES, SOUNDS, strict=True)
+    ]
+    outputs = llm.generate([*prompts, *prompts], GREEDY, use_tqdm=False)
+    expected = [plain(each, language=language) for language, each in zip(LANGUAGES, SOUNDS, strict=True)]
+    assert [list(each.outputs[0].token_ids) for each in outputs] == expected * 2
+    assert len(set(map(tuple, expected))) == len(expected)
+    assert llm.model_info.executor == "generate"
+    assert llm.model_info.input_modalities == ("audio",)
+    assert not any("suppress" in note for note in llm.model_info.notes)
+
+
+def test_an_empty_prompt_is_how_the_model_begins(llm: LLM) -> None:
+    whisper()[1].get_decoder_prompt_ids(language="de", task="transcribe")  # changes the tokenizer
+    (output,) = llm.generate({"prompt": "", "audios": [SOUNDS[0]]}, GREEDY, use_tqdm=False)
+    tokenizer = whisper()[1].tokenizer
+    begins = ["<|startoftranscript|>", "<|notimestamps|>"]
+    assert output.prompt_token_ids == tokenizer.convert_tokens_to_ids(begins)
+
+
+def test_what_it_cannot_take_is_refused(llm: LLM) -> None:
+    for audios, message in (
+        ([SOUNDS[0]] * 2, "reads one image or one sound with each prompt"),
+        ([np.zeros((2 * SECONDS + 1) * RATE, np.float32)], "a sound has 5 seconds; the model hears 2 at a time"),
+    ):
+        with pytest.raises(InvalidRequestError, match=message):
+            llm.generate({"prompt": "", "audios": audios}, GREEDY, use_tqdm=False)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6]}, GREEDY, use_tqdm=False)
+    assert "its encoder reads an image or a sound with each prompt" in str(output.error)
+
+
+def wave(samples: NDArray[np.float32]) -> tuple[str, bytes]:
+    file = io.BytesIO()
+    soundfile.write(file, samples, RATE, format="wav", subtype="FLOAT")
+    return "a.wav", file.getvalue()
+
+
+def test_transcriptions_in_a_language_and_in_that_of_the_sound(server: RunningServer) -> None:
+    options: dict[str, Any] = {"model": "m", "extra_body": {"max_completion_tokens": NUM_TOKENS}}
+    create = server.client.audio.transcriptions.create
+    for each in SOUNDS:
+        for language in LANGUAGES:
+            done = create(file=wave(each), language=language, **options)
+            assert done.text == text_of(plain(each, language=language)).lstrip()
+        assert create(file=wave(each), **options).text == text_of(plain(each)).lstrip()
+    model, processor = whisper()
+    features = [processor(audio=each, sampling_rate=RATE, return_tensors="pt").input_features for each in SOUNDS]
+    assert len({int(model.detect_language(each)) for each in features}) > 1
+    before = whisper()[1].get_prompt_ids("Hi").tolist()
+    asked = [*before, *processor.tokenizer.convert_tokens_to_ids([*ASKED.format("en").replace("><", "> <").split()])]
+    inputs = processor(audio=SOUNDS[0], sampling_rate=RATE, return_tensors="pt")
+    answer = copy.deepcopy(model).generate(**inputs, decoder_input_ids=torch.tensor([asked]), max_new_tokens=NUM_TOKENS)
+    done = create(file=wave(SOUNDS[0]), language="en", prompt="Hi", **options)
+    assert done.text == text_of(answer[0, -NUM_TOKENS:].tolist()).lstrip()
+    with pytest.raises(BadRequestError, match="file: the processor cannot ask for it: Unsupported language: klingon"):
+        create(file=wave(SOUNDS[0]), language="klingon", **options)
+
+
+def test_a_long_sound_is_heard_in_parts_cut_where_it_is_quiet(server: RunningServer) -> None:
+    model, processor = whisper()
+    loud, quiet = [SOUNDS[2][: int(seconds * RATE)] for seconds in (1.8, 1.7, 1.9, 0.4)], np.zeros(800, np.float32)
+    samples = np.concatenate([each for part in loud for each in (part, quiet)])
+    parts = windows(Processor(processor, model.config), samples)
+    assert np.array_equal(np.concatenate(parts), samples)
+    assert len(parts) == len(loud)
+    assert max(map(len, parts)) <= SECONDS * RATE
+    assert not any(part[-100:].any() or part[:100].any() for part in parts[1:-1])
+    options: dict[str, Any] = {"model": "m", "language": "de", "file": wave(samples)}
+    options["extra_body"] = {"max_completion_tokens": NUM_TOKENS}
+    expected = "".join(text_of(plain(part, language="de")) for part in parts).lstrip()
+    done = server.client.audio.transcriptions.create(**options)
+    assert done.text == expected
+    assert done.usage.output_tokens == NUM_TOKENS * len(parts)
+    events: Any = list(server.client.audio.transcriptions.create(**options, stream=True))
+    assert events[-1].text == "".join(event.delta for event in events[:-1]) == expected

@@ -30,6 +30,7 @@ from inflight.cli.options import (
 )
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.step.multimodal import KINDS
 
 if TYPE_CHECKING:
     from inflight import LLM
@@ -89,9 +90,12 @@ _FILES: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False), "mult
 @click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
 @click.option(
-    "--image", "images", **_FILES, help="An image that each prompt is about, as with --chat; may be repeated."
+    "--image",
+    "images",
+    **_FILES,
+    help="An image that each prompt is about, in a chat if the model has them; may be repeated.",
 )
-@click.option("--audio", "sounds", **_FILES, help="A sound that each prompt is about, as with --chat; may be repeated.")
+@click.option("--audio", "sounds", **_FILES, help="A sound that each prompt is about, likewise; may be repeated.")
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
@@ -142,7 +146,7 @@ def generate(
     engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
     llm = LLM(model, **engine)
     attached = [{"type": kind, kind: each} for kind, paths in (("image", images), ("audio", sounds)) for each in paths]
-    inputs = [_input(line, chat, attached) for line in lines]
+    inputs = [_input(line, chat, attached, llm) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
     if is_plain and not options["jsonl"] and output is None and llm.tokenizer is not None:
@@ -179,7 +183,7 @@ def _open(output: Path | None) -> TextIO:
         raise InvalidRequestError(f"the output file {str(output)!r} cannot be written: {error}") from error
 
 
-def _input(line: PromptLine, chat: bool, parts: Sequence[dict[str, Any]]) -> Any:
+def _input(line: PromptLine, chat: bool, parts: Sequence[dict[str, Any]], llm: "LLM") -> Any:
     if line.messages is not None:
         if parts:
             has = "a chat has its images in its messages, and its sounds"
@@ -190,6 +194,10 @@ def _input(line: PromptLine, chat: bool, parts: Sequence[dict[str, Any]]) -> Any
     if not isinstance(line.prompt, str):
         message = "with --chat, --image or --audio a prompt is the text of a message"
         raise InvalidRequestError(f"{line.where}: {message}")
+    if not chat and llm.tokenizer is not None and not llm.tokenizer.inner.chat_template:
+        given = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in KINDS}
+        before = [llm.tokenizer.processor.of(part["type"]).placeholder for part in parts]
+        return {"prompt": "".join([*before, line.prompt]), "images": given["image"], "audios": given["audio"]}
     content = [*parts, {"type": "text", "text": line.prompt}] if parts else line.prompt
     return {"messages": [{"role": "user", "content": content}]}
 

@@ -60,14 +60,14 @@ class Processor:
         first = (getattr(config, "decoder_start_token_id", None), inner.tokenizer.bos_token_id)
         of_config = [token_id for token_id in first if token_id is not None][:1]
         self._begins: list[int] = list(getattr(inner.tokenizer, "prefix_tokens", of_config))
+        named = any(placeholder_id(config, kind) is not None for kind in _PARTS)
+        self.prompts_decoder = getattr(config, "is_encoder_decoder", False) and not named
         for kind, names in _PARTS.items():
             for name in names:
                 if (part := getattr(inner, name, None)) is not None:
                     setattr(self.inner, name, remembering := _Remembering(part))
-                    token_id = placeholder_id(config, kind)
-                    self._readers[kind] = Reader(kind, self.inner, remembering, token_id)
-        named = [each for each in self._readers.values() if each.given_token_id is not None]
-        self.prompts_decoder = getattr(config, "is_encoder_decoder", False) and not named
+                    self._readers[kind] = reader = Reader(kind, self.inner, remembering, placeholder_id(config, kind))
+                    reader.has_placeholder = not self.prompts_decoder
 
     @classmethod
     def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Processor:
@@ -162,11 +162,16 @@ class Reader:
         inner: the processor.
         part: what of it reads them.
         token_id: the model's placeholder token; None: the one that the processor names.
+
+    Attributes:
+        has_placeholder: whether a text stands for an item in a prompt.
     """
+
+    has_placeholder = True
 
     def __init__(self, kind: str, inner: ProcessorMixin, part: _Remembering, token_id: int | None) -> None:
         self.kind = kind
-        self._inner, self._part, self.given_token_id = inner, part, token_id
+        self._inner, self._part, self._given_token_id = inner, part, token_id
 
     @property
     def sampling_rate(self) -> int:
@@ -218,8 +223,8 @@ class Reader:
     @cached_property
     def token_id(self) -> int:
         """The placeholder token. Gemma 3's processor names another one, which begins an image."""
-        if self.given_token_id is not None:
-            return self.given_token_id
+        if self._given_token_id is not None:
+            return self._given_token_id
         named = (getattr(each, f"{self.kind}_token_id", None) for each in (self._inner, self._inner.tokenizer))
         token_ids = self._sample(self.placeholder)
         token_id = max((each for each in named if each is not None), key=token_ids.count, default=None)
@@ -232,7 +237,9 @@ class Reader:
     @cached_property
     def placeholder(self) -> str:
         """The text that stands for an item in a prompt: what the chat template writes between two texts, or else the
-        first of the processor's tokens that it takes for an item."""
+        first of the processor's tokens that it takes for an item; empty: none does."""
+        if not self.has_placeholder:
+            return ""
         if self._inner.chat_template:
             parts = [{"type": "text", "text": BEFORE}, {"type": self.kind}, {"type": "text", "text": AFTER}]
             text = str(self._inner.apply_chat_template([{"role": "user", "content": parts}], tokenize=False))
@@ -253,7 +260,7 @@ class Reader:
         except InvalidRequestError:
             return []
         token_ids: list[int] = processed["input_ids"][0].tolist()
-        return token_ids if self.given_token_id in (None, *token_ids) else []
+        return token_ids if self._given_token_id in (None, *token_ids) else []
 
     @cached_property
     def _settings(self) -> bytes:

@@ -143,10 +143,15 @@ def _plan_of(
 
 
 def _generates(architecture: str) -> bool:
-    """Whether `transformers` has this class for causal language models; some of them are called Model, too."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    """Whether `transformers` has this class for models that write text; some of them are called Model, too."""
+    from transformers.models.auto import modeling_auto as auto
 
-    return architecture in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+    names = (
+        auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES,
+    )
+    return any(architecture in each.values() for each in names)
 
 
 def _embedding_plan(plan: PoolingPlan, files: _Files, modules: Any) -> PoolingPlan:

@@ -1,8 +1,10 @@
-"""Encoder-decoders that hear: a prompt is the decoder's, and the encoder reads a sound, in parts if it is long."""
+"""Encoder-decoders that hear or see: a prompt is the decoder's, and the encoder reads a sound or an image alone; a long
+sound in parts."""
 
 import copy
 import io
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +15,16 @@ from numpy.typing import NDArray
 from openai import BadRequestError
 
 from inflight import LLM, AsyncLLM, SamplingParams
+from inflight.census.tiny_processors import random_image
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.text.processor import Processor
 from inflight.text.transcription import windows
+from tests.command import Command, command
+from tests.multimodal.encoder_decoders import LANGUAGES, SECONDS, moonshine, trocr, whisper
 from tests.multimodal.sounds import RATE, sound
-from tests.multimodal.speech import LANGUAGES, SECONDS, whisper
 from tests.server.serving import RunningServer
+
+__all__ = ["command"]
 
 NUM_TOKENS = 8
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -128,3 +134,36 @@ def test_a_long_sound_is_heard_in_parts_cut_where_it_is_quiet(server: RunningSer
     assert done.usage.output_tokens == NUM_TOKENS * len(parts)
     events: Any = list(server.client.audio.transcriptions.create(**options, stream=True))
     assert events[-1].text == "".join(event.delta for event in events[:-1]) == expected
+
+
+@pytest.mark.parametrize("kind", ["audio", "image"])
+def test_other_classes(kind: str) -> None:
+    model, processor = moonshine() if kind == "audio" else trocr()
+    sources = [random_image(number) for number in range(3)] if kind == "image" else SOUNDS
+    start = model.config.decoder_start_token_id
+    for text, prompt in (("", [start]), (processor.tokenizer.decode([start, 8, 9]), [start, 8, 9])):
+        expected = []
+        for source in sources:
+            given = {"images": source} if kind == "image" else {"audio": source, "sampling_rate": RATE}
+            inputs = processor(**given, return_tensors="pt")
+            own = copy.deepcopy(model).generate(
+                **inputs, decoder_input_ids=torch.tensor([prompt]), max_new_tokens=NUM_TOKENS, do_sample=False
+            )
+            expected.append(own[0, -NUM_TOKENS:].tolist())
+        llm = LLM(copy.deepcopy(model), processor, num_blocks=100, max_num_seqs=2)
+        name = "images" if kind == "image" else "audios"
+        outputs = llm.generate([{"prompt": text, name: [each]} for each in sources], GREEDY, use_tqdm=False)
+        assert [list(each.outputs[0].token_ids) for each in outputs] == expected
+        assert outputs[0].prompt_token_ids == prompt
+        assert len(set(map(tuple, expected))) > 1
+
+
+def test_generate_reads_a_file(tmp_path: Path, command: Command) -> None:
+    model, processor = whisper()
+    model.save_pretrained(tmp_path / "model")
+    processor.save_pretrained(tmp_path / "model")
+    (tmp_path / "a.wav").write_bytes(wave(SOUNDS[1])[1])
+    options = ["-m", tmp_path / "model", "--max-tokens", NUM_TOKENS, "--temperature", 0, "--audio", tmp_path / "a.wav"]
+    done = command("generate", ASKED.format("zh"), *options)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == text_of(plain(SOUNDS[1], language="zh")) + "\n"

@@ -108,8 +108,8 @@ def test_a_model_that_does_more_than_to_replace_embeddings_runs_in_its_own_gener
     model.__class__ = More
     llm = LLM(model, processor, block_size=4)
     assert answers(llm, [prompt_of(*each) for each in PROMPTS]) == plain(with_processor("llava"))
-    reasons = llm.engine.runner.encoder_outputs.why_generated
-    assert reasons["image"].startswith("More does more with images than")
+    reason = llm.engine.runner.encoder_outputs.proofs["image"].why_generated
+    assert reason.startswith("More does more with images than")
 
 
 def test_equal_images_share_blocks_and_others_do_not(pair: tuple[PreTrainedModel, ProcessorMixin]) -> None:

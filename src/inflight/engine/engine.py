@@ -110,6 +110,7 @@ class Engine:
         )
         if self.runner.encoder_outputs is not None:
             self.scheduler.has_item = self.runner.encoder_outputs.has
+            self.runner.encoder_outputs.store = self._store
         self._reporter = Reporter(self.scheduler, tokenizer)
         self._deadlines = Deadlines()
         self._watch = StepWatch(self.scheduler)

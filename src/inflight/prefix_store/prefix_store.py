@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from inflight.contracts.step.block_hash import Root, block_hashes
-from inflight.prefix_store.block_file import Rows
+from inflight.contracts.step.block_hash import ENCODER_OUTPUTS, Root, block_hash, block_hashes
+from inflight.prefix_store.block_file import Rows, size_of
 from inflight.prefix_store.block_folder import BlockFolder
 from inflight.scheduling.persistence import BlockContent
 
@@ -45,11 +45,15 @@ class BlockLoading:
 
 @dataclass(slots=True)
 class Saving:
-    """A block to save."""
+    """A block, or an encoder output, to save."""
 
     content: BlockContent
-    block: int
+    rows: Callable[[], Rows]
     is_current: Callable[[], bool] = field(repr=False)
+
+
+def _of_output(digest: bytes) -> BlockContent:
+    return BlockContent(block_hash(ENCODER_OUTPUTS, digest), ENCODER_OUTPUTS, digest, 0)
 
 
 class _Speeds:
@@ -97,7 +101,7 @@ class PrefixStore:
 
     Attributes:
         is_busy: whether the engine computes, set by the engine.
-        num_saved, num_loaded: blocks, so far.
+        num_saved, num_loaded: blocks, so far; encoder outputs are saved, too.
     """
 
     def __init__(
@@ -152,7 +156,23 @@ class PrefixStore:
     def save(self, content: BlockContent, block: int, is_current: Callable[[], bool]) -> None:
         """See `BlockStore`."""
         with self._changed:
-            self._saves.append(Saving(content, block, is_current))
+            self._saves.append(Saving(content, lambda: self._rows_of(block), is_current))
+            self._changed.notify_all()
+
+    def find_output(self, digest: bytes) -> bytearray | None:
+        """The saved encoder output of an image or a sound, if there is one. Reads it at once."""
+        content = _of_output(digest)
+        try:
+            size = self._folder.path_of(content.block_hash, content.group).stat().st_size
+        except OSError:
+            return None
+        output = bytearray(max(0, size - size_of(content, 0)))
+        return output if self._folder.read(content, [memoryview(output)]) else None
+
+    def save_output(self, digest: bytes, output: bytes) -> None:
+        """Write the encoder output of an image or a sound in the background."""
+        with self._changed:
+            self._saves.append(Saving(_of_output(digest), lambda: [memoryview(output)], lambda: True))
             self._changed.notify_all()
 
     def wait(self, seconds: float) -> None:
@@ -185,12 +205,12 @@ class PrefixStore:
         paths, num_missing = list[Path](), len(token_ids) // block_size * (len(firsts) + 1)
         for is_long in (False, True):
             hashes, needed = block_hashes(token_ids, block_size, Root(cache_salt, is_long, adapter)), list[Path]()
-            for number, block_hash in enumerate(hashes):
-                of_groups = [self._folder.path_of(block_hash, group) for group in range(len(firsts))]
+            for number, name in enumerate(hashes):
+                of_groups = [self._folder.path_of(name, group) for group in range(len(firsts))]
                 needed += [path for path, first in zip(of_groups, firsts, strict=True) if number >= first]
                 paths += of_groups
                 if state_after is not None:
-                    paths.append(self._folder.path_of(block_hash, len(firsts)))
+                    paths.append(self._folder.path_of(name, len(firsts)))
                     needed += paths[-1:] * (number == state_after)
             num_missing = min(num_missing, sum(not path.exists() for path in needed))
         self._folder.pin(paths)
@@ -241,8 +261,7 @@ class PrefixStore:
                 self._load_next(loading)
                 self._rest(self._clock() - start, SHARE_OF_LOADING)
             elif saving is not None:
-                memory = self._rows_of(saving.block)
-                self.num_saved += self._folder.write(saving.content, memory, saving.is_current)
+                self.num_saved += self._folder.write(saving.content, saving.rows(), saving.is_current)
                 self._rest(self._clock() - start, SHARE_OF_SAVING)
 
     def _get_ready(self, num_blocks: int, touch: Callable[[memoryview], None]) -> None:

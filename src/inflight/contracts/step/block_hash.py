@@ -42,6 +42,10 @@ def block_hash(parent: bytes, token_ids: bytes) -> bytes:
     return blake2b(parent + token_ids, digest_size=HASH_SIZE).digest()
 
 
+ENCODER_OUTPUTS = blake2b(b"", digest_size=HASH_SIZE, person=b"encoder outputs").digest()
+"""What stands before the digest of an image or a sound, instead of tokens."""
+
+
 def block_hashes(token_ids: Sequence[int], block_size: int, root: Root) -> Iterator[bytes]:
     """The hash of each full block of a sequence."""
     number, tokens = root.block_hash, array("i", token_ids)

@@ -6,7 +6,7 @@ embeddings, and `proof` tells what a model lets these tokens see and whether the
 """
 
 from inflight.execution.multimodal.encoder import encodable
-from inflight.execution.multimodal.encoder_outputs import BETWEEN, EncoderOutputs, EncodingError
+from inflight.execution.multimodal.encoder_outputs import BETWEEN, EncoderOutputs, EncodingError, ItemProof
 from inflight.execution.multimodal.generated import GeneratedSequences
 
-__all__ = ["BETWEEN", "EncoderOutputs", "EncodingError", "GeneratedSequences", "encodable"]
+__all__ = ["BETWEEN", "EncoderOutputs", "EncodingError", "GeneratedSequences", "ItemProof", "encodable"]

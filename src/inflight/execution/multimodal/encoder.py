@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, TypeAlias
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -111,6 +112,28 @@ def rows_of(output: ModelOutput) -> Rows:
         rows[layer] = _flat(features)
     rows.setdefault(0, torch.zeros_like(next(iter(rows.values()))))
     return rows
+
+
+class _SavedRows(msgspec.Struct, array_like=True):
+    dtype: str
+    shape: tuple[int, ...]
+    rows: dict[int, bytes]
+
+
+def to_bytes(rows: Rows) -> bytes:
+    """An encoder output as a file holds it."""
+    as_bytes = {layer: each.contiguous().view(torch.uint8).numpy().tobytes() for layer, each in rows.items()}
+    first = rows[0]
+    return msgspec.msgpack.encode(_SavedRows(str(first.dtype).removeprefix("torch."), tuple(first.shape), as_bytes))
+
+
+def from_bytes(data: bytearray) -> Rows:
+    """The encoder output in a file."""
+    saved = msgspec.msgpack.decode(data, type=_SavedRows)
+    dtype: torch.dtype = getattr(torch, saved.dtype)
+    return {
+        layer: torch.frombuffer(bytearray(each), dtype=dtype).reshape(saved.shape) for layer, each in saved.rows.items()
+    }
 
 
 def num_deep_layers(model: PreTrainedModel) -> int:

@@ -15,7 +15,8 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
-from inflight.execution.multimodal.encoder import Part, Rows, encode, rows_of
+from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, rows_of, to_bytes
 from inflight.execution.multimodal.placing import Placing
 from inflight.execution.multimodal.proof import Proof
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
@@ -53,28 +54,74 @@ class EncodingError(ModelError):
         self.sequence_id = sequence_id
 
 
+class OutputStore(Protocol):
+    """Keeps encoder outputs beyond the process."""
+
+    def find_output(self, digest: bytes) -> bytearray | None:
+        """An item's output, if it is kept."""
+        ...
+
+    def save_output(self, digest: bytes, output: bytes) -> None:
+        """Keep an item's output."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class ItemProof:
+    """What the first item of a kind, or the first several of one prompt, showed.
+
+    Attributes:
+        why_generated: why the model's own `generate` runs prompts with them; None: rows are placed.
+        ranges: which ranges of its tokens see each other; None: none do.
+        calls: the attention calls in which they do, by number.
+        window: the least of their windows; None: they have none.
+    """
+
+    why_generated: str | None = None
+    ranges: str | None = None
+    calls: tuple[int, ...] = ()
+    window: int | None = None
+
+
+class ProofResults(Protocol):
+    """Keeps proofs beyond the process, by key."""
+
+    def find(self, key: str | None) -> ItemProof | None: ...
+
+    def keep(self, key: str | None, result: ItemProof) -> None: ...
+
+
 class EncoderOutputs:
     """The encoder outputs of one model's running sequences.
 
     Args:
         model: exclusively ours.
         attention_calls: the kernels' handles of the model's attention calls, in order; none: others attend.
+        results: proofs of earlier processes.
+        key: the model's, in `results`; None: nothing is kept there.
 
     Attributes:
         num_dimensions: the dimensions k of positions.
         placing: puts rows into a forward pass.
-        why_generated: by kind, and for several by the kind's plural, why the model's own `generate` runs prompts with
-            them; None: rows are placed. Without an entry there was none yet.
+        proofs: by kind, and for several by the kind's plural. Without an entry there was none yet.
+        store: keeps outputs beyond the process; None: nothing does.
     """
 
-    def __init__(self, model: PreTrainedModel, attention_calls: Callable[[], Sequence[int]]) -> None:
-        self._model = model
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        attention_calls: Callable[[], Sequence[int]],
+        results: ProofResults,
+        key: str | None,
+    ) -> None:
+        self._model, self._results, self._key = model, results, key
+        self.store: OutputStore | None = None
         self.placing = Placing(model)
         self._attention_calls = attention_calls
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
-        self.why_generated: dict[str, str | None] = {}
+        self.proofs: dict[str, ItemProof] = {}
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
@@ -176,61 +223,83 @@ class EncoderOutputs:
     def _can_place(self, kind: str, token_ids: Sequence[int], sequence: SequenceInputs) -> bool:
         """Whether rows may be placed for all items of this kind, each encoded alone."""
         items = [item for item in sequence.given.items if item.kind == kind]
-        proofs: dict[str, Callable[[], None]] = {kind: lambda: self._prove(items[0], token_ids, sequence)}
+        proofs: dict[str, Callable[[], ItemProof]] = {kind: lambda: self._prove(items[0], token_ids, sequence)}
         if len(items) > 1:
             proofs[KINDS[kind]] = lambda: self._prove_apart(items, sequence.given)
         for name, prove in proofs.items():
-            if name not in self.why_generated:
-                try:
-                    prove()
-                except Exception as error:  # the model's own code can raise anything
-                    reason = first_line(error)
-                    logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
-                    if not isinstance(error, OF_THE_MODEL):
-                        return False  # it may be this item's fault
-                    self.why_generated[name] = reason
-                else:
-                    self.why_generated[name] = None
-            if self.why_generated[name] is not None:
+            if name not in self.proofs:
+                key = None if self._key is None else f"{self._key}-{name}"
+                proof = self._results.find(key)
+                if proof is None:
+                    try:
+                        proof = prove()
+                    except Exception as error:  # the model's own code can raise anything
+                        reason = first_line(error)
+                        logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
+                        if not isinstance(error, OF_THE_MODEL):
+                            return False  # it may be this item's fault
+                        proof = ItemProof(reason)
+                    self._results.keep(key, proof)
+                self._take(kind, proof)
+                self.proofs[name] = proof
+            if self.proofs[name].why_generated is not None:
                 return False
         return True
 
-    def _prove(self, item: EncoderInput, token_ids: Sequence[int], sequence: SequenceInputs) -> None:
+    def _take(self, kind: str, proof: ItemProof) -> None:
+        calls = self._attention_calls()
+        for number in proof.calls:
+            torch.ops.inflight.see_items(calls[number])
+        if proof.ranges is not None:
+            self._ranges[kind] = proof.ranges
+            self._window = min(self._window, proof.window or sys.maxsize)
+
+    def _prove(self, item: EncoderInput, token_ids: Sequence[int], sequence: SequenceInputs) -> ItemProof:
         """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
         name, kind = type(self._model).__name__, item.kind
         with with_attention(self._model, BETWEEN):
             output = encode(self._model, item)
-        self._kept[item.digest] = rows_of(output)
+        self._keep(item, rows_of(output))
         proof = Proof(self._model, token_ids, sequence, item, output)
         if not proof.allows(self.placing):
             raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
         seen = proof.seen()
-        if any(seen.by_call):
-            calls = self._attention_calls()
-            if len(calls) != len(seen.by_call):
-                raise ModelError(
-                    f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
-                )
-            for call, found in zip(calls, seen.by_call, strict=True):
-                if found is not None:
-                    torch.ops.inflight.see_items(call)
-            self._ranges[kind] = next(each for each in seen.by_call if each is not None)
-            self._window = min(self._window, seen.window or sys.maxsize)
+        if not any(seen.by_call):
+            return ItemProof()
+        if len(self._attention_calls()) != len(seen.by_call):
+            raise ModelError(
+                f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
+            )
+        calls = [number for number, found in enumerate(seen.by_call) if found is not None]
+        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window)
 
-    def _prove_apart(self, items: Sequence[EncoderInput], given: MultimodalInputs) -> None:
+    def _restore(self, item: EncoderInput) -> bool:
+        """Whether the store has an item's output; then it is kept here, too."""
+        saved = None if self.store is None else self.store.find_output(item.digest)
+        if saved is not None:
+            self._kept[item.digest] = from_bytes(saved)
+        return saved is not None
+
+    def _keep(self, item: EncoderInput, rows: Rows) -> None:
+        self._kept[item.digest] = rows
+        if self.store is not None:
+            self.store.save_output(item.digest, to_bytes(rows))
+
+    def _prove_apart(self, items: Sequence[EncoderInput], given: MultimodalInputs) -> ItemProof:
         """Encode several items together. Raises `ModelError` if their rows are not those of each alone."""
         places = [place for item in items for place in item.places]
         together = EncoderInput(items[0].kind, b"", places, {**given.arrays, **given.encoder_arrays})
         with with_attention(self._model, BETWEEN):
             rows = rows_of(encode(self._model, together))[0]
             for item in items:
-                if item.digest not in self._kept:
-                    self._kept[item.digest] = rows_of(encode(self._model, item))
+                if item.digest not in self._kept and not self._restore(item):
+                    self._keep(item, rows_of(encode(self._model, item)))
         alone = torch.cat([self._kept[item.digest][0] for item in items])
         tolerance = alone.abs().max() * torch.finfo(alone.dtype).eps ** 0.5
         if rows.shape != alone.shape or not (rows - alone).abs().max() <= tolerance:
             name = type(self._model).__name__
             raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
+        return ItemProof()
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
@@ -241,6 +310,8 @@ class EncoderOutputs:
 
     def _encode(self, item: EncoderInput, end: float) -> None:
         """Encode an item, or go on with it until `end` (of `time.monotonic()`), and keep its rows."""
+        if self._begun is None and self._restore(item):
+            return
         begun, self._begun = self._begun, None
         with with_attention(self._model, BETWEEN):
             if begun is None and end == math.inf:
@@ -253,7 +324,7 @@ class EncoderOutputs:
         if output is None:
             self._begun = begun
         else:
-            self._kept[item.digest] = rows_of(output)
+            self._keep(item, rows_of(output))
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from inflight.execution.hf.load import (
 )
 from inflight.execution.hf.source import first_line, read_config
 from inflight.execution.mapped_memory import give_back_freed_memory, release_file_pages
-from inflight.execution.multimodal import EncoderOutputs
+from inflight.execution.multimodal import EncoderOutputs, ItemProof
 from inflight.execution.pooling.heads import TextPooler
 from inflight.execution.pooling.states_model import PoolingParts, load_parts
 from inflight.execution.preparation.agreement import PrepackingError
@@ -156,7 +156,8 @@ def _prepare(
     info = describe(model, executor, choice, config, num_parameters, checkpoint_dtype)
     executor.allocate(info.num_blocks, info.num_states)
     if isinstance(executor, PackedExecutor) and info.input_modalities:
-        executor.encoder_outputs = EncoderOutputs(model, partial(getattr, executor, "attention_calls"))
+        calls, proofs = partial(getattr, executor, "attention_calls"), ResultCache.of_the_user(ItemProof)
+        executor.encoder_outputs = EncoderOutputs(model, calls, proofs, None if config.debug.verify else key)
     pooler = None
     if parts is not None:
         info = _of_texts(info, executor, parts)

@@ -60,7 +60,7 @@ VISION = {
 """The published shape."""
 
 
-def make() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
+def make(dtype: str = "float32") -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
     """Return the model and its processor."""
     backend = byte_level().inner.backend_tokenizer
     marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
@@ -71,7 +71,7 @@ def make() -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
     token_id = tokenizer.convert_tokens_to_ids("<image>")
     config = Idefics3Config(text_config=TEXT, vision_config=VISION, image_token_id=token_id, scale_factor=4)
     torch.manual_seed(0)
-    model = Idefics3ForConditionalGeneration(config).eval()
+    model = Idefics3ForConditionalGeneration(config).eval().to(getattr(torch, dtype))
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model, processor
@@ -107,15 +107,15 @@ def plain(
     for first in range(0, len(prompts), batch):
         some = prompts[first : first + batch]
         texts, images = [each["prompt"] for each in some], [each["images"] for each in some]
-        inputs = processor(text=texts, images=images, padding=True, return_tensors="pt")
+        inputs = processor(text=texts, images=images, padding=True, return_tensors="pt").to(model.dtype)
         output = model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)
         count += output[:, inputs["input_ids"].shape[1] :].numel()
     return count
 
 
-def compare(num_pages: int, num_rounds: int, options: dict[str, Any]) -> None:
+def compare(num_pages: int, num_rounds: int, dtype: str, options: dict[str, Any]) -> None:
     """Measure each contender's rounds in turn."""
-    model, processor = make()
+    model, processor = make(dtype)
     llm = LLM(copy.deepcopy(model), processor, **options)
     contenders: dict[str, Callable[[Sequence[dict[str, Any]]], int]] = {
         "inflight": lambda prompts: ours(llm, prompts),
@@ -234,6 +234,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=0)
     parser.add_argument("--beside", type=float, default=0)
     parser.add_argument("--text", action="store_true")
+    parser.add_argument("--dtype", default="float32")
     parser.add_argument("--quantization")
     arguments = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
@@ -245,7 +246,7 @@ def main() -> None:
     elif arguments.beside:
         asyncio.run(beside(arguments.beside, arguments.rounds, options))
     else:
-        compare(arguments.pages, arguments.rounds, options)
+        compare(arguments.pages, arguments.rounds, arguments.dtype, options)
 
 
 if __name__ == "__main__":

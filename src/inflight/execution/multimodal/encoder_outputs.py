@@ -29,12 +29,15 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
-from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, rows_of, to_bytes
+from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, load_encoders, rows_of, to_bytes
 from inflight.execution.multimodal.placing import Placing
+from inflight.execution.multimodal.prepacking import are_alike, prepack_encoder, run_convolutions_in_float32
 from inflight.execution.multimodal.proof import Proof
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
 from inflight.execution.multimodal.slices import Sliced
 from inflight.execution.ragged_batch import RaggedBatch
+from inflight.execution.weights.linear_calls import LinearCalls
+from inflight.execution.weights.linears import prepack_linears
 
 logger = logging.getLogger(__name__)
 
@@ -75,12 +78,14 @@ class ItemProof:
         ranges: which ranges of its tokens see each other; None: none do.
         calls: the attention calls in which they do, by number.
         window: the least of their windows; None: they have none.
+        linear_calls: the encoder's linear layers that are prepacked; None: none are.
     """
 
     why_generated: str | None = None
     ranges: str | None = None
     calls: tuple[int, ...] = ()
     window: int | None = None
+    linear_calls: LinearCalls | None = None
 
 
 class ProofResults(Protocol):
@@ -118,6 +123,7 @@ class EncoderOutputs:
         self.store: OutputStore | None = None
         self.placing = Placing(model)
         self._attention_calls = attention_calls
+        run_convolutions_in_float32(model)
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
@@ -230,6 +236,9 @@ class EncoderOutputs:
             if name not in self.proofs:
                 key = None if self._key is None else f"{self._key}-{name}"
                 proof = self._results.find(key)
+                if proof is not None and proof.linear_calls is not None:
+                    load_encoders(self._model)
+                    prepack_linears(self._model, proof.linear_calls)
                 if proof is None:
                     try:
                         proof = prove()
@@ -258,20 +267,20 @@ class EncoderOutputs:
         """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
         name, kind = type(self._model).__name__, item.kind
         with with_attention(self._model, BETWEEN):
-            output = encode(self._model, item)
+            output, linear_calls = prepack_encoder(self._model, lambda: encode(self._model, item))
         self._keep(item, rows_of(output))
         proof = Proof(self._model, token_ids, sequence, item, output)
         if not proof.allows(self.placing):
             raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
         seen = proof.seen()
         if not any(seen.by_call):
-            return ItemProof()
+            return ItemProof(linear_calls=linear_calls)
         if len(self._attention_calls()) != len(seen.by_call):
             raise ModelError(
                 f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
             )
         calls = [number for number, found in enumerate(seen.by_call) if found is not None]
-        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window)
+        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window, linear_calls)
 
     def _restore(self, item: EncoderInput) -> bool:
         """Whether the store has an item's output; then it is kept here, too."""
@@ -295,8 +304,7 @@ class EncoderOutputs:
                 if item.digest not in self._kept and not self._restore(item):
                     self._keep(item, rows_of(encode(self._model, item)))
         alone = torch.cat([self._kept[item.digest][0] for item in items])
-        tolerance = alone.abs().max() * torch.finfo(alone.dtype).eps ** 0.5
-        if rows.shape != alone.shape or not (rows - alone).abs().max() <= tolerance:
+        if not are_alike(rows, alone):
             name = type(self._model).__name__
             raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
         return ItemProof()

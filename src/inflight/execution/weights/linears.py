@@ -45,7 +45,7 @@ def prepack_linears(
         members = [modules[name] for name in names]
         together = _together(members, weight_format)
         for number, name in enumerate(names):
-            _replace(model, name, SiblingLinear(together, number))
+            replace_module(model, name, SiblingLinear(together, number))
             release(modules[name].weight)
             modules[name]._parameters.clear()
             modules[name] = nn.Identity()
@@ -58,7 +58,7 @@ def prepack_linears(
         if is_watched(module):
             continue
         if type(module) in ACTIVATIONS and kernels_available():
-            _replace(model, name, RowActivation(module))
+            replace_module(model, name, RowActivation(module))
         if not is_linear(module) or not calls.include(name):
             continue
         if id(module) not in shared:
@@ -68,9 +68,9 @@ def prepack_linears(
             kind = ACTIVATIONS[type(originals[activation])] if activation else ("none", "none")
             shared[id(module)] = weight_format.prepack_linear(*_weight_and_bias(module), *kind)
             if activation:
-                _replace(model, activation, nn.Identity())
+                replace_module(model, activation, nn.Identity())
         linear = shared[id(module)]
-        _replace(model, name, NarrowLinear(linear) if is_narrow(linear.out_features) else linear)
+        replace_module(model, name, NarrowLinear(linear) if is_narrow(linear.out_features) else linear)
         if module is head and is_tied:
             share_prepacked_weight(embedding, shared[id(module)])
         if module._parameters:
@@ -115,7 +115,8 @@ def _can_join(above: torch.Tensor, below: torch.Tensor) -> bool:
     return above.dtype == below.dtype
 
 
-def _replace(model: nn.Module, name: str, module: nn.Module) -> None:
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in place of the one with this name."""
     parent, _, own_name = name.rpartition(".")
     setattr(model.get_submodule(parent), own_name, module)
 

@@ -1,0 +1,63 @@
+"""Prepacks the linear layers of a model's encoders, which then run as fast as the language model's: in bfloat16 torch's
+own are slow on CPUs without instructions for it."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor, bfloat16, finfo, ops
+from torch.nn.modules.conv import _ConvNd
+from transformers import PreTrainedModel
+from transformers.utils import ModelOutput
+
+from inflight.execution.hf.model_class import encoders
+from inflight.execution.multimodal.encoder import rows_of
+from inflight.execution.weights.linear_calls import LinearCalls, OwnForward, is_linear, is_watched, watch_linears
+from inflight.execution.weights.linears import prepack_linears, replace_module
+from inflight.execution.weights.prepacked_linear import can_prepack
+
+
+def prepack_encoder(
+    model: PreTrainedModel, encode: Callable[[], ModelOutput]
+) -> tuple[ModelOutput, LinearCalls | None]:
+    """Encode an item, prepack the linear layers that this calls, and encode it again.
+
+    Returns:
+        The output, and the calls; None: nothing is prepacked, because it would change the output.
+    """
+    with watch_linears(model) as calls:
+        plain = encode()
+    if not calls.patterns or not can_prepack(model):
+        return plain, None
+    modules = dict(model.named_modules(remove_duplicate=False))
+    kept = {name: each for name, each in modules.items() if is_linear(each) or name in calls.activations.values()}
+    parameters = {name: dict(each._parameters) for name, each in kept.items()}
+    prepack_linears(model, calls)
+    output = encode()
+    if all(map(are_alike, rows_of(plain).values(), rows_of(output).values())):
+        return output, calls
+    for name, module in kept.items():
+        module._parameters.update(parameters[name])
+        replace_module(model, name, module)
+    return plain, None
+
+
+def run_convolutions_in_float32(model: PreTrainedModel) -> None:
+    """Let the encoders' convolutions compute in float32, where torch's in bfloat16 are loops: over the patches of an
+    image they took longer than all layers behind them."""
+    if model.device.type != "cpu" or model.dtype != bfloat16 or ops.mkldnn._is_mkldnn_bf16_supported():
+        return
+    for module in (module for encoder in encoders(model) for module in encoder.modules()):
+        if isinstance(module, _ConvNd) and not is_watched(module):
+            module.forward = OwnForward(_in_float32, module)
+
+
+def _in_float32(module: Any, x: Tensor) -> Tensor:
+    bias = None if module.bias is None else module.bias.float()
+    result: Tensor = module._conv_forward(x.float(), module.weight.float(), bias)
+    return result.to(x.dtype)
+
+
+def are_alike(rows: Tensor, others: Tensor) -> bool:
+    """Whether rows differ by no more than rounding."""
+    tolerance = others.abs().max() * finfo(others.dtype).eps ** 0.5
+    return rows.shape == others.shape and bool((rows - others).abs().max() <= tolerance)

@@ -1,38 +1,59 @@
 """Prompts with one image each: inflight beside `transformers`, one by one and in padded batches.
 
-python -m benchmarks.images --pages 64 --rounds 3
+python -m benchmarks.images --pages 64 --rounds 3 [--shape qwen2.5-vl-3b] [--dtype bfloat16] [--llamacpp]
 python -m benchmarks.images --questions 10
 python -m benchmarks.images --beside 20
 python -m benchmarks.images --text
 
-SmolVLM-256M's shape (the class Idefics3) with random weights and a vocabulary of bytes; images of random pixels,
-448 x 448, each one tile of 64 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate, and
-medians are compared. `--questions`: the time to the first token of each question about one image, the first of which
-pays for the image. `--beside`: the time between tokens of four streams of text, alone and while a prompt with four
-images arrives every N seconds. `--text`: the speed of texts beside that of the language model's own class.
+SmolVLM-256M's shape (the class Idefics3), or Qwen2.5-VL-3B's, with random weights and a vocabulary of bytes; images of
+random pixels, 448 x 448, of 64 or 256 tokens; a question of 24 letters, and an answer of 32 tokens. Rounds alternate,
+and medians are compared. `--llamacpp`: beside llama.cpp's server with an mmproj file, eight slots (`compare.py
+--install llamacpp` builds it). `--questions`: the time to the first token of each question about one image, the first
+of which pays for the image. `--beside`: the time between tokens of four streams of text, alone and while a prompt with
+four images arrives every N seconds. `--text`: the speed of texts beside that of the language model's own class.
 """
 
 import argparse
 import asyncio
+import atexit
+import base64
 import copy
+import http.client
+import io
+import json
+import socket
+import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import numpy as np
 import torch
+from PIL import Image
 from transformers import (
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     Idefics3Processor,
     LlamaConfig,
     LlamaForCausalLM,
+    PreTrainedModel,
     PreTrainedTokenizerFast,
+    ProcessorMixin,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2_5_VLProcessor,
+    Qwen2VLVideoProcessor,
 )
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
 from benchmarks.compare import describe_machine
+from benchmarks.peers.catalogue import PEERS
+from benchmarks.peers.install import llamacpp_sources
 from inflight import LLM, AsyncLLM, SamplingParams
 from tests.text.tokenizers_for_tests import byte_level
 
@@ -57,7 +78,27 @@ VISION = {
     "image_size": TILE,
     "patch_size": 16,
 }
-"""The published shape."""
+QWEN_TEXT = {
+    "hidden_size": 2048,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]},
+}
+QWEN_VISION = {
+    "depth": 32,
+    "hidden_size": 1280,
+    "intermediate_size": 3420,
+    "num_heads": 16,
+    "out_hidden_size": 2048,
+    "fullatt_block_indexes": [7, 15, 23, 31],
+    "window_size": 112,
+}
+"""The published shapes."""
 
 
 def make(dtype: str = "float32") -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
@@ -72,6 +113,27 @@ def make(dtype: str = "float32") -> tuple[Idefics3ForConditionalGeneration, Idef
     config = Idefics3Config(text_config=TEXT, vision_config=VISION, image_token_id=token_id, scale_factor=4)
     torch.manual_seed(0)
     model = Idefics3ForConditionalGeneration(config).eval().to(getattr(torch, dtype))
+    model.generation_config.eos_token_id = None
+    model.generation_config.pad_token_id = 0
+    return model, processor
+
+
+def make_qwen(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
+    """Return Qwen2.5-VL-3B's shape and its processor, which needs torchvision; an image has 256 tokens."""
+    backend = byte_level().inner.backend_tokenizer
+    marks = {"image_token_id": "<image>", "video_token_id": "<video>", "vision_start_token_id": "<begin>"}
+    backend.add_special_tokens([*marks.values(), "<end>"])
+    named = {"image_token": "<image>", "video_token": "<video>"}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend, pad_token="<unk>", padding_side="left", extra_special_tokens=named
+    )
+    processor = Qwen2_5_VLProcessor(Qwen2VLImageProcessorPil(), tokenizer, Qwen2VLVideoProcessor())
+    ids = {name: tokenizer.convert_tokens_to_ids(mark) for name, mark in marks.items()}
+    config = Qwen2_5_VLConfig(text_config=QWEN_TEXT, vision_config=QWEN_VISION, **ids)
+    torch.manual_seed(0)
+    torch.set_default_dtype(getattr(torch, dtype))
+    model = Qwen2_5_VLForConditionalGeneration(config).eval()
+    torch.set_default_dtype(torch.float32)
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model, processor
@@ -97,8 +159,8 @@ def ours(llm: LLM, prompts: Sequence[dict[str, Any]]) -> int:
 
 @torch.inference_mode()
 def plain(
-    model: Idefics3ForConditionalGeneration,
-    processor: Idefics3Processor,
+    model: PreTrainedModel,
+    processor: ProcessorMixin,
     prompts: Sequence[dict[str, Any]],
     batch: int,
 ) -> int:
@@ -113,15 +175,77 @@ def plain(
     return count
 
 
-def compare(num_pages: int, num_rounds: int, dtype: str, options: dict[str, Any]) -> None:
+class LlamaCpp:
+    """llama.cpp's server with a model's two files, made by its own converter, in eight slots.
+
+    Args:
+        folder: where the files are made.
+    """
+
+    def __init__(self, model: PreTrainedModel, processor: ProcessorMixin, dtype: str, folder: Path) -> None:
+        peer = PEERS["llamacpp"]
+        model.save_pretrained(folder)
+        processor.save_pretrained(folder)
+        processor.tokenizer.save_pretrained(folder)
+        processor.image_processor.save_pretrained(folder)
+        files = folder / "text.gguf", folder / "mmproj.gguf"
+        convert = [peer.python, "-m", "benchmarks.peers.convert_to_gguf", llamacpp_sources(peer), folder]
+        for file, more in zip(files, ((), ("--mmproj",)), strict=True):
+            kind = {"float32": "f32", "bfloat16": "bf16"}[dtype]
+            subprocess.run([*map(str, convert), "--outfile", str(file), "--outtype", kind, *more], check=True)
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self._port = probe.getsockname()[1]
+        server = peer.root / "build" / "bin" / "llama-server"
+        options = ["-np", BATCH, "-c", 1024 * BATCH, "-t", 2, "-tb", 2, "--port", self._port, "--no-warmup"]
+        command = [server, "-m", files[0], "--mmproj", files[1], "--host", "127.0.0.1", *options]
+        self._process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
+        atexit.register(self._process.kill)
+        while self._get("/health") != 200:
+            assert self._process.poll() is None, "llama-server ended while it was loading"
+            time.sleep(0.2)
+
+    def _get(self, path: str) -> int:
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
+        try:
+            connection.request("GET", path)
+            return connection.getresponse().status
+        except OSError:
+            return 0
+
+    def _answer(self, prompt: dict[str, Any]) -> int:
+        file = io.BytesIO()
+        Image.fromarray(prompt["images"][0]).save(file, "png")
+        asked = {
+            "prompt_string": prompt["prompt"].replace("<image>", "<__media__>"),
+            "multimodal_data": [base64.b64encode(file.getvalue()).decode()],
+        }
+        more = {"n_predict": NUM_NEW, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
+        connection.request("POST", "/completion", json.dumps({"prompt": asked, **more}))
+        answer = json.loads(connection.getresponse().read())
+        return int(answer["tokens_predicted"])
+
+    def __call__(self, prompts: Sequence[dict[str, Any]]) -> int:
+        """Answer all; return the number of tokens."""
+        with ThreadPoolExecutor(BATCH) as pool:
+            return sum(pool.map(self._answer, prompts))
+
+
+def compare(
+    num_pages: int, num_rounds: int, shape: str, dtype: str, options: dict[str, Any], *, with_llamacpp: bool
+) -> None:
     """Measure each contender's rounds in turn."""
-    model, processor = make(dtype)
+    model, processor = make_qwen(dtype) if shape == "qwen2.5-vl-3b" else make(dtype)
     llm = LLM(copy.deepcopy(model), processor, **options)
     contenders: dict[str, Callable[[Sequence[dict[str, Any]]], int]] = {
         "inflight": lambda prompts: ours(llm, prompts),
         "transformers, one by one": lambda prompts: plain(model, processor, prompts, 1),
         f"transformers, batches of {BATCH}": lambda prompts: plain(model, processor, prompts, BATCH),
     }
+    if with_llamacpp:
+        folder = Path(tempfile.mkdtemp())
+        contenders["llama.cpp server"] = LlamaCpp(model, processor, dtype, folder)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(num_rounds):
         prompts = pages((number + 1) * num_pages)[-num_pages:]  # new ones: nothing of an earlier round is cached
@@ -234,7 +358,9 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=0)
     parser.add_argument("--beside", type=float, default=0)
     parser.add_argument("--text", action="store_true")
+    parser.add_argument("--shape", choices=("smolvlm-256m", "qwen2.5-vl-3b"), default="smolvlm-256m")
     parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--llamacpp", action="store_true")
     parser.add_argument("--quantization")
     arguments = parser.parse_args()
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
@@ -246,7 +372,8 @@ def main() -> None:
     elif arguments.beside:
         asyncio.run(beside(arguments.beside, arguments.rounds, options))
     else:
-        compare(arguments.pages, arguments.rounds, arguments.dtype, options)
+        more = {"with_llamacpp": arguments.llamacpp}
+        compare(arguments.pages, arguments.rounds, arguments.shape, arguments.dtype, options, **more)
 
 
 if __name__ == "__main__":

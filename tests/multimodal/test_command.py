@@ -1,15 +1,19 @@
 """Images on the command line."""
 
+import base64
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 
 from inflight import LLM
+from inflight.text.processor_files import has_processor
 from tests.cli.test_chat import Terminal
 from tests.command import Command, command
 from tests.multimodal.models import image, with_processor
+from tests.server.test_serve_command import served
 
 __all__ = ["command"]
 
@@ -86,3 +90,35 @@ def test_a_chat_refuses_images_for_a_model_of_texts(command: Command) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert "/image PATH " in done.stderr
     assert "there can be no images: LlamaForCausalLM has no encoder for them" in done.stderr
+
+
+def test_the_server_reads_images(folder: Path) -> None:
+    """Its process has torch then, which processors need."""
+    data = base64.b64encode((folder.parent / "a page.png").read_bytes()).decode()
+    image_part = {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{data}"}}
+    content = [image_part, {"type": "text", "text": "What is it?"}]
+    (text,) = answers(folder, [[{"type": "image", "image": image(0)}, content[1]]])
+    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 4, "temperature": 0}
+    with served(str(folder), "--num-blocks", "100") as (_, client):
+        answer = client.post("/v1/chat/completions", json=body).json()
+        assert answer["choices"][0]["message"]["content"] == text
+    both = ("--model", f"one={folder}", "--model", "two=inflight-demo", "--num-blocks", "100")
+    with served(*both) as (_, client):
+        answer = client.post("/v1/chat/completions", json={**body, "model": "one"}).json()
+        assert answer["choices"][0]["message"]["content"] == text
+
+
+def test_a_checkpoint_with_a_processor_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def download(name: str, file: str, revision: str | None) -> None:
+        asked.append((name, file, revision))
+        if name != "org/sees" or file != "preprocessor_config.json":
+            raise OSError
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    assert has_processor(folder)
+    assert not has_processor(tmp_path)
+    assert has_processor("org/sees", "main")
+    assert not has_processor("org/reads", "main")
+    assert len(asked) == 4

@@ -23,6 +23,7 @@ from tests.command import Command, command
 from tests.multimodal.encoder_decoders import LANGUAGES, SECONDS, moonshine, trocr, whisper
 from tests.multimodal.sounds import RATE, sound
 from tests.server.serving import RunningServer
+from tests.server.test_serve_command import served
 
 __all__ = ["command"]
 
@@ -158,7 +159,7 @@ def test_other_classes(kind: str) -> None:
         assert len(set(map(tuple, expected))) > 1
 
 
-def test_generate_reads_a_file(tmp_path: Path, command: Command) -> None:
+def test_commands_read_a_file(tmp_path: Path, command: Command) -> None:
     model, processor = whisper()
     model.save_pretrained(tmp_path / "model")
     processor.save_pretrained(tmp_path / "model")
@@ -166,4 +167,9 @@ def test_generate_reads_a_file(tmp_path: Path, command: Command) -> None:
     options = ["-m", tmp_path / "model", "--max-tokens", NUM_TOKENS, "--temperature", 0, "--audio", tmp_path / "a.wav"]
     done = command("generate", ASKED.format("zh"), *options)
     assert done.returncode == 0, done.stderr
-    assert done.stdout == text_of(plain(SOUNDS[1], language="zh")) + "\n"
+    expected = text_of(plain(SOUNDS[1], language="zh"))
+    assert done.stdout == f"{expected}\n"
+    fields = {"language": "zh", "max_completion_tokens": NUM_TOKENS}
+    with served(str(tmp_path / "model")) as (_, client):
+        answer = client.post("/v1/audio/transcriptions", data=fields, files={"file": wave(SOUNDS[1])})
+        assert answer.json()["text"] == expected.lstrip()

@@ -6,7 +6,7 @@ import logging
 import os
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +31,7 @@ from inflight.contracts.api.errors import EngineDeadError, InvalidRequestError
 from inflight.server.chat_format.families import CALL_FORMATS
 from inflight.server.operations.settings import KEYS_VARIABLE, OperatorSettings
 from inflight.server.serving.settings import ServerSettings
+from inflight.text.processor_files import has_processor
 
 if TYPE_CHECKING:
     from inflight.contracts.step.record import RecordTo
@@ -172,7 +173,7 @@ def serve_model(
         options: the command's other parameters.
         when_ready: called with the server's address when the model is loaded.
     """
-    _prepare_libraries(options)
+    _prepare_libraries(options, [model])
     from inflight.contracts.api.watching import KVEvents
     from inflight.entrypoints.async_llm import AsyncLLM
     from inflight.server.serving.settings import ServerSettings, names_of
@@ -221,7 +222,7 @@ def serve_models(models: "PoolSettings", address: Address, options: dict[str, An
     Args:
         options: the command's other parameters.
     """
-    _prepare_libraries(options)
+    _prepare_libraries(options, models.models.values())
     from inflight.server.run import serve_models_until_told
     from inflight.server.serving.settings import ServerSettings
 
@@ -240,10 +241,12 @@ def serve_models(models: "PoolSettings", address: Address, options: dict[str, An
     )
 
 
-def _prepare_libraries(options: dict[str, Any]) -> None:
+def _prepare_libraries(options: dict[str, Any], models: Iterable[str | None]) -> None:
     quiet_libraries()
-    if not options["trust_remote_code"]:  # the tokenizer may need it
-        _do_without_torch()
+    sources = [*models, options.get("tokenizer")]
+    if options["trust_remote_code"] or any(has_processor(each, options["revision"]) for each in sources if each):
+        return  # the tokenizer or the processor may need it
+    _do_without_torch()
 
 
 def _operator_settings(options: dict[str, Any]) -> OperatorSettings:
@@ -316,7 +319,7 @@ def _async_llm_options(options: dict[str, Any]) -> dict[str, Any]:
 
 def _do_without_torch() -> None:
     """Keep torch out of this process, which uses only tokenizers and configurations: `transformers` imports it if
-    installed, which takes a second and 250 MB. The engine's process has it."""
+    installed, which takes a second and 250 MB. The engine's process has it, and processors of images need it."""
     if "torch" not in sys.modules:
         sys.modules["torch"] = None  # type: ignore[assignment]  # so that it is not found
 

@@ -128,6 +128,7 @@ class EncoderOutputs:
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
         self.proofs: dict[str, ItemProof] = {}
+        self._linear_calls: dict[str, LinearCalls | None] = {}  # by kind: of its encoder, once prepacked
         self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
         self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
@@ -239,6 +240,7 @@ class EncoderOutputs:
                 if proof is not None and proof.linear_calls is not None:
                     load_encoders(self._model)
                     prepack_linears(self._model, proof.linear_calls)
+                    self._linear_calls[kind] = proof.linear_calls
                 if proof is None:
                     try:
                         proof = prove()
@@ -248,6 +250,7 @@ class EncoderOutputs:
                         if not isinstance(error, OF_THE_MODEL):
                             return False  # it may be this item's fault
                         proof = ItemProof(reason)
+                    proof = replace(proof, linear_calls=self._linear_calls.get(kind))
                     self._results.keep(key, proof)
                 self._take(kind, proof)
                 self.proofs[name] = proof
@@ -267,20 +270,23 @@ class EncoderOutputs:
         """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
         name, kind = type(self._model).__name__, item.kind
         with with_attention(self._model, BETWEEN):
-            output, linear_calls = prepack_encoder(self._model, lambda: encode(self._model, item))
+            if kind in self._linear_calls:
+                output = encode(self._model, item)
+            else:
+                output, self._linear_calls[kind] = prepack_encoder(self._model, lambda: encode(self._model, item))
         self._keep(item, rows_of(output))
         proof = Proof(self._model, token_ids, sequence, item, output)
         if not proof.allows(self.placing):
             raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
         seen = proof.seen()
         if not any(seen.by_call):
-            return ItemProof(linear_calls=linear_calls)
+            return ItemProof()
         if len(self._attention_calls()) != len(seen.by_call):
             raise ModelError(
                 f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
             )
         calls = [number for number, found in enumerate(seen.by_call) if found is not None]
-        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window, linear_calls)
+        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window)
 
     def _restore(self, item: EncoderInput) -> bool:
         """Whether the store has an item's output; then it is kept here, too."""

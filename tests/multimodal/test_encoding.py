@@ -14,7 +14,7 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.engine import step_feedback
 from inflight.engine.step_feedback import PrefillLimit
 from inflight.entrypoints.inputs import read_prompt
-from inflight.execution.multimodal import encoder_outputs
+from inflight.execution.multimodal import encoder_outputs, item_proofs
 from inflight.execution.multimodal.slices import Sliced
 from tests.multimodal.models import image, with_processor
 
@@ -54,6 +54,7 @@ class Engine:
         monkeypatch.setattr(runner, "run", running)
         monkeypatch.setattr(runner, "encode", encoding)
         monkeypatch.setattr(encoder_outputs, "encode", keeping)
+        monkeypatch.setattr(item_proofs, "encode", keeping)
 
     def outputs(self, *prompts: tuple[str, list[int]]) -> list[Any]:
         self.encoded.clear()

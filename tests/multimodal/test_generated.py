@@ -138,8 +138,10 @@ def test_only_images_that_change_each_other_are_generated(monkeypatch: pytest.Mo
     assert answers(llm, GIVEN) == coupled_answers
     images = llm.engine.runner.encoder_outputs
     assert images is not None
-    assert images.proofs["image"].why_generated is None
-    assert "several images of a prompt other values than each alone" in (images.proofs["images"].why_generated or "")
+    assert images.proofs.found["image"].why_generated is None
+    assert "several images of a prompt other values than each alone" in (
+        images.proofs.found["images"].why_generated or ""
+    )
     assert [num_cached(llm, prompt) > 8 for prompt in GIVEN] == [len(numbers) == 1 for _, numbers in PROMPTS]
     assert answers(llm, GIVEN) == coupled_answers
 

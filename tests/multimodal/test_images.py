@@ -108,7 +108,7 @@ def test_a_model_that_does_more_than_to_replace_embeddings_runs_in_its_own_gener
     model.__class__ = More
     llm = LLM(model, processor, block_size=4)
     assert answers(llm, [prompt_of(*each) for each in PROMPTS]) == plain(with_processor("llava"))
-    reason = llm.engine.runner.encoder_outputs.proofs["image"].why_generated
+    reason = llm.engine.runner.encoder_outputs.proofs.found["image"].why_generated
     assert reason.startswith("More does more with images than")
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
-from inflight.execution.multimodal import encoder_outputs
+from inflight.execution.multimodal import encoder_outputs, item_proofs
 from inflight.prefix_store.inspection import damaged, stored_fingerprints
 from tests.multimodal.models import image, with_processor
 
@@ -25,6 +25,7 @@ def encoded(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
         return encode(model, item)
 
     monkeypatch.setattr(encoder_outputs, "encode", counting)
+    monkeypatch.setattr(item_proofs, "encode", counting)
     return digests
 
 

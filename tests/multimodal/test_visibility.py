@@ -74,14 +74,16 @@ def test_without_kernels_or_a_window_that_is_wide_enough_images_run_in_generate(
     expected = answers(narrow, prompts()[1:3])
     outputs = narrow.engine.runner.encoder_outputs
     assert outputs is not None
-    assert {each.why_generated for each in outputs.proofs.values()} == {None}
-    monkeypatch.setattr(outputs, "_window", 12)
+    assert {each.why_generated for each in outputs.proofs.found.values()} == {None}
+    monkeypatch.setattr(outputs.proofs, "window", 12)
     assert answers(narrow, prompts()[1:3]) == expected
     reference = made(attention_backend="reference", num_blocks=100)
     assert answers(reference, prompts()[1:3]) == expected
     outputs = reference.engine.runner.encoder_outputs
     assert outputs is not None
-    assert str(outputs.proofs["image"].why_generated).endswith("see each other, which needs the attention kernels")
+    assert str(outputs.proofs.found["image"].why_generated).endswith(
+        "see each other, which needs the attention kernels"
+    )
 
 
 @given(st.data())

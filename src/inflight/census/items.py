@@ -182,7 +182,7 @@ def _why_generated(llm: LLM) -> str | None:
         return llm.model_info.notes[-1]
     if outputs is None:
         return f"texts run as {executor}"
-    whys = (each.why_generated for name, each in outputs.proofs.items() if name in KINDS)
+    whys = (each.why_generated for name, each in outputs.proofs.found.items() if name in KINDS)
     why = next((each for each in whys if each is not None), None)
     return None if why is None else f"texts run as {executor}: {why}"
 

@@ -8,14 +8,12 @@ A step gets the rows of its own placeholders, whatever sequences they belong to,
 Each item is encoded alone, so its bits depend on no other.
 """
 
-import logging
 import math
-import sys
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -24,29 +22,21 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from inflight.contracts.api.errors import ModelError
-from inflight.contracts.step.multimodal import KINDS, EncoderInput, MultimodalInputs
+from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import StepPlan
 from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.hf.source import first_line
-from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, load_encoders, rows_of, to_bytes
+from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, rows_of, to_bytes
+from inflight.execution.multimodal.item_proofs import BETWEEN, ItemProofs, ProofResults
 from inflight.execution.multimodal.placing import Placing
-from inflight.execution.multimodal.prepacking import are_alike, prepack_encoder, run_convolutions_in_float32
-from inflight.execution.multimodal.proof import Proof
+from inflight.execution.multimodal.prepacking import run_convolutions_in_float32
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
 from inflight.execution.multimodal.slices import Sliced
 from inflight.execution.ragged_batch import RaggedBatch
-from inflight.execution.weights.linear_calls import LinearCalls
-from inflight.execution.weights.linears import prepack_linears
-
-logger = logging.getLogger(__name__)
 
 MAX_BYTES = 2**28
 """Encoder outputs that are kept for later steps."""
-OF_THE_MODEL = (ModelError, TypeError, AttributeError, LookupError, StopIteration)
-"""Errors that other items would raise, too: a model has no such function, or takes other arguments."""
-BETWEEN = "eager"
-"""The attention implementation of what lies between an encoder and the language model."""
 
 
 class EncodingError(ModelError):
@@ -69,33 +59,6 @@ class OutputStore(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class ItemProof:
-    """What the first item of a kind, or the first several of one prompt, showed.
-
-    Attributes:
-        why_generated: why the model's own `generate` runs prompts with them; None: rows are placed.
-        ranges: which ranges of its tokens see each other; None: none do.
-        calls: the attention calls in which they do, by number.
-        window: the least of their windows; None: they have none.
-        linear_calls: the encoder's linear layers that are prepacked; None: none are.
-    """
-
-    why_generated: str | None = None
-    ranges: str | None = None
-    calls: tuple[int, ...] = ()
-    window: int | None = None
-    linear_calls: LinearCalls | None = None
-
-
-class ProofResults(Protocol):
-    """Keeps proofs beyond the process, by key."""
-
-    def find(self, key: str | None) -> ItemProof | None: ...
-
-    def keep(self, key: str | None, result: ItemProof) -> None: ...
-
-
 class EncoderOutputs:
     """The encoder outputs of one model's running sequences.
 
@@ -108,7 +71,7 @@ class EncoderOutputs:
     Attributes:
         num_dimensions: the dimensions k of positions.
         placing: puts rows into a forward pass.
-        proofs: by kind, and for several by the kind's plural. Without an entry there was none yet.
+        proofs: what the first items showed.
         store: keeps outputs beyond the process; None: nothing does.
     """
 
@@ -119,18 +82,14 @@ class EncoderOutputs:
         results: ProofResults,
         key: str | None,
     ) -> None:
-        self._model, self._results, self._key = model, results, key
+        self._model = model
         self.store: OutputStore | None = None
         self.placing = Placing(model)
-        self._attention_calls = attention_calls
+        self.proofs = ItemProofs(model, self.placing, attention_calls, results, key)
         run_convolutions_in_float32(model)
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices
-        self.proofs: dict[str, ItemProof] = {}
-        self._linear_calls: dict[str, LinearCalls | None] = {}  # by kind: of its encoder, once prepacked
-        self._ranges: dict[str, str] = {}  # by kind: which ranges of its tokens see each other, if any
-        self._window = sys.maxsize  # the least of attention in which they do
         self.num_dimensions = num_dimensions(model)
 
     def take(self, plan: StepPlan) -> None:
@@ -219,74 +178,13 @@ class EncoderOutputs:
             sequence = SequenceInputs.of(self._model, token_ids, inputs)
         except Exception:  # the model's own code can raise anything
             return inputs.generated()
-        if not all(self._can_place(kind, token_ids, sequence) for kind in kinds):
+        if not all(self.proofs.allow(kind, token_ids, sequence, self._keep, self._alone) for kind in kinds):
             return inputs.generated()
-        ranges = {kind: name for kind, name in self._ranges.items() if kind in kinds}
+        ranges = {kind: name for kind, name in self.proofs.ranges.items() if kind in kinds}
         whole = [each for kind, name in ranges.items() for each in sequence.ranges(kind, 0, len(token_ids))[name]]
-        if max((end - start for start, end in whole), default=0) > self._window:
+        if max((end - start for start, end in whole), default=0) > self.proofs.window:
             return inputs.generated()
         return replace(inputs, whole=sorted(whole), encoder_arrays={})
-
-    def _can_place(self, kind: str, token_ids: Sequence[int], sequence: SequenceInputs) -> bool:
-        """Whether rows may be placed for all items of this kind, each encoded alone."""
-        items = [item for item in sequence.given.items if item.kind == kind]
-        proofs: dict[str, Callable[[], ItemProof]] = {kind: lambda: self._prove(items[0], token_ids, sequence)}
-        if len(items) > 1:
-            proofs[KINDS[kind]] = lambda: self._prove_apart(items, sequence.given)
-        for name, prove in proofs.items():
-            if name not in self.proofs:
-                key = None if self._key is None else f"{self._key}-{name}"
-                proof = self._results.find(key)
-                if proof is not None and proof.linear_calls is not None:
-                    load_encoders(self._model)
-                    prepack_linears(self._model, proof.linear_calls)
-                    self._linear_calls[kind] = proof.linear_calls
-                if proof is None:
-                    try:
-                        proof = prove()
-                    except Exception as error:  # the model's own code can raise anything
-                        reason = first_line(error)
-                        logger.warning("prompts with %s run in the model's own generate: %s", KINDS[kind], reason)
-                        if not isinstance(error, OF_THE_MODEL):
-                            return False  # it may be this item's fault
-                        proof = ItemProof(reason)
-                    proof = replace(proof, linear_calls=self._linear_calls.get(kind))
-                    self._results.keep(key, proof)
-                self._take(kind, proof)
-                self.proofs[name] = proof
-            if self.proofs[name].why_generated is not None:
-                return False
-        return True
-
-    def _take(self, kind: str, proof: ItemProof) -> None:
-        calls = self._attention_calls()
-        for number in proof.calls:
-            torch.ops.inflight.see_items(calls[number])
-        if proof.ranges is not None:
-            self._ranges[kind] = proof.ranges
-            self._window = min(self._window, proof.window or sys.maxsize)
-
-    def _prove(self, item: EncoderInput, token_ids: Sequence[int], sequence: SequenceInputs) -> ItemProof:
-        """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
-        name, kind = type(self._model).__name__, item.kind
-        with with_attention(self._model, BETWEEN):
-            if kind in self._linear_calls:
-                output = encode(self._model, item)
-            else:
-                output, self._linear_calls[kind] = prepack_encoder(self._model, lambda: encode(self._model, item))
-        self._keep(item, rows_of(output))
-        proof = Proof(self._model, token_ids, sequence, item, output)
-        if not proof.allows(self.placing):
-            raise ModelError(f"{name} does more with {KINDS[kind]} than to replace their tokens' embeddings")
-        seen = proof.seen()
-        if not any(seen.by_call):
-            return ItemProof()
-        if len(self._attention_calls()) != len(seen.by_call):
-            raise ModelError(
-                f"{name} lets the tokens of {KINDS[kind]} see each other, which needs the attention kernels"
-            )
-        calls = [number for number, found in enumerate(seen.by_call) if found is not None]
-        return ItemProof(None, seen.by_call[calls[0]], tuple(calls), seen.window)
 
     def _restore(self, item: EncoderInput) -> bool:
         """Whether the store has an item's output; then it is kept here, too."""
@@ -300,24 +198,16 @@ class EncoderOutputs:
         if self.store is not None:
             self.store.save_output(item.digest, to_bytes(rows))
 
-    def _prove_apart(self, items: Sequence[EncoderInput], given: MultimodalInputs) -> ItemProof:
-        """Encode several items together. Raises `ModelError` if their rows are not those of each alone."""
-        places = [place for item in items for place in item.places]
-        together = EncoderInput(items[0].kind, b"", places, {**given.arrays, **given.encoder_arrays})
-        with with_attention(self._model, BETWEEN):
-            rows = rows_of(encode(self._model, together))[0]
-            for item in items:
-                if item.digest not in self._kept and not self._restore(item):
-                    self._keep(item, rows_of(encode(self._model, item)))
-        alone = torch.cat([self._kept[item.digest][0] for item in items])
-        if not are_alike(rows, alone):
-            name = type(self._model).__name__
-            raise ModelError(f"{name} gives several {KINDS[items[0].kind]} of a prompt other values than each alone")
-        return ItemProof()
+    def _alone(self, item: EncoderInput) -> Rows:
+        """The rows of an item, encoded alone."""
+        if item.digest not in self._kept and not self._restore(item):
+            with with_attention(self._model, BETWEEN):
+                self._keep(item, rows_of(encode(self._model, item)))
+        return self._kept[item.digest]
 
     def apart(self, batch: RaggedBatch) -> RaggedBatch:
         """A batch for attention: images whose tokens see each other are spans of their own."""
-        if not self._ranges:
+        if not self.proofs.ranges:
             return batch
         sequences = (self._sequences.get(span.slot) for span in batch.spans)
         return batch.with_items([() if each is None else each.given.whole for each in sequences])

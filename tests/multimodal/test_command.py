@@ -111,10 +111,11 @@ def test_the_server_reads_images(folder: Path) -> None:
 def test_a_checkpoint_with_a_processor_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = []
 
-    def download(name: str, file: str, revision: str | None) -> None:
+    def download(name: str, file: str, revision: str | None) -> str:
         asked.append((name, file, revision))
         if name != "org/sees" or file != "preprocessor_config.json":
             raise OSError
+        return file
 
     monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
     assert has_processor(folder)

@@ -12,10 +12,11 @@ def has_processor(source: str | os.PathLike[str], revision: str | None = None) -
     path = Path(os.path.expanduser(source))
     if path.exists():
         return any((path / name).exists() for name in FILES)
-    from huggingface_hub import hf_hub_download
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
 
     for name in FILES:
         with suppress(Exception):  # there is no such file, name or network
-            hf_hub_download(str(source), name, revision=revision)
-            return True
+            found = try_to_load_from_cache(str(source), name, revision=revision)
+            if isinstance(found, str) or (found is None and hf_hub_download(str(source), name, revision=revision)):
+                return True
     return False

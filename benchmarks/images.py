@@ -62,6 +62,7 @@ NUM_NEW, BATCH = 32, 8
 NUM_ASKED = 4
 TEXT = {
     "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
     "hidden_size": 576,
     "intermediate_size": 1536,
     "num_hidden_layers": 30,
@@ -104,7 +105,7 @@ QWEN_VISION = {
 def make(dtype: str = "float32") -> tuple[Idefics3ForConditionalGeneration, Idefics3Processor]:
     """Return the model and its processor."""
     backend = byte_level().inner.backend_tokenizer
-    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>"]
+    marks = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>", "\n\n"]
     backend.add_special_tokens(marks)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<unk>", padding_side="left")
     images = Idefics3ImageProcessorPil(size={"longest_edge": TILE}, max_image_size={"longest_edge": TILE})
@@ -201,29 +202,32 @@ class LlamaCpp:
         command = [server, "-m", files[0], "--mmproj", files[1], "--host", "127.0.0.1", *options]
         self._process = subprocess.Popen(list(map(str, command)), stderr=subprocess.DEVNULL)
         atexit.register(self._process.kill)
-        while self._get("/health") != 200:
+        while self._get("/health")[0] != 200:
             assert self._process.poll() is None, "llama-server ended while it was loading"
             time.sleep(0.2)
+        self._marker = json.loads(self._get("/props")[1])["media_marker"]
 
-    def _get(self, path: str) -> int:
+    def _get(self, path: str) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=5)
         try:
             connection.request("GET", path)
-            return connection.getresponse().status
+            response = connection.getresponse()
+            return response.status, response.read()
         except OSError:
-            return 0
+            return 0, b""
 
     def _answer(self, prompt: dict[str, Any]) -> int:
         file = io.BytesIO()
         Image.fromarray(prompt["images"][0]).save(file, "png")
         asked = {
-            "prompt_string": prompt["prompt"].replace("<image>", "<__media__>"),
+            "prompt_string": prompt["prompt"].replace("<image>", self._marker),
             "multimodal_data": [base64.b64encode(file.getvalue()).decode()],
         }
         more = {"n_predict": NUM_NEW, "ignore_eos": True, "temperature": 0, "cache_prompt": False}
         connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=600)
         connection.request("POST", "/completion", json.dumps({"prompt": asked, **more}))
         answer = json.loads(connection.getresponse().read())
+        assert "tokens_predicted" in answer, answer
         return int(answer["tokens_predicted"])
 
     def __call__(self, prompts: Sequence[dict[str, Any]]) -> int:

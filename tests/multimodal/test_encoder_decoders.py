@@ -5,6 +5,7 @@ import copy
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from inflight import LLM, AsyncLLM, SamplingParams
 from inflight.census.tiny_processors import random_image
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.text.processor import Processor
-from inflight.text.transcription import windows
+from inflight.text.transcription import transcription_prompt, windows
 from tests.command import Command, command
 from tests.multimodal.encoder_decoders import LANGUAGES, SECONDS, moonshine, trocr, whisper
 from tests.multimodal.sounds import RATE, sound
@@ -173,3 +174,30 @@ def test_commands_read_a_file(tmp_path: Path, command: Command) -> None:
     with served(str(tmp_path / "model")) as (_, client):
         answer = client.post("/v1/audio/transcriptions", data=fields, files={"file": wave(SOUNDS[1])})
         assert answer.json()["text"] == expected.lstrip()
+
+
+def test_a_processor_asks_in_its_own_way() -> None:
+    """Cohere's gives token ids for a language, Canary's a text for two."""
+
+    def ids(language: str, punctuation: bool = True) -> list[int]:
+        return [1, len(language), int(punctuation)]
+
+    def text(audio: Any, source_language: str = "en", tokenize: bool = True) -> list[str]:
+        assert not tokenize
+        return [f"<|{source_language}|>"]
+
+    def prompt_of(**methods: Any) -> Any:
+        inner = SimpleNamespace(tokenizer=SimpleNamespace(get_vocab=dict), **methods)
+        processor: Any = SimpleNamespace(inner=inner, prompts_decoder=True, vocab_size=9)
+        return lambda *asked: transcription_prompt(processor, *asked)
+
+    assert prompt_of(get_decoder_prompt_ids=ids)(None, "de") == [1, 2, 1]
+    with pytest.raises(InvalidRequestError, match="missing 1 required positional argument: 'language'"):
+        prompt_of(get_decoder_prompt_ids=ids)(None, None)
+    with pytest.raises(InvalidRequestError, match="a prompt is given, but the model's processor takes none"):
+        prompt_of(get_decoder_prompt_ids=ids)("Hi", "de")
+    assert prompt_of(apply_transcription_request=text)(None, "de") == "<|de|>"
+    assert prompt_of(apply_transcription_request=text)(None, None) == "<|en|>"
+    assert prompt_of()(None, None) == ""
+    with pytest.raises(InvalidRequestError, match="a language is given"):
+        prompt_of()(None, "de")

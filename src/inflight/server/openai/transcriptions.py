@@ -102,6 +102,7 @@ class _Transcription(ChatAnswer[ChatRequest]):
         self.generation = replace(self.generation, prompts=prompts, multimodal=items)
 
     def written(self, service: Service, info: ModelInfo) -> RenderedChat:
+        service.check_num_sequences(len(self._asked[0]), 1, self.PARAM)
         processor, (sounds, prompt, language) = service.tokenizer.processor, self._asked
         try:
             text = transcription_prompt(processor, prompt, language)

@@ -135,6 +135,9 @@ def make_qwen(dtype: str) -> tuple[PreTrainedModel, ProcessorMixin]:
     torch.set_default_dtype(getattr(torch, dtype))
     model = Qwen2_5_VLForConditionalGeneration(config).eval()
     torch.set_default_dtype(torch.float32)
+    for name, parameter in model.named_parameters():  # as trained models are: else rounding grows with each layer
+        if name.endswith(("o_proj.weight", "down_proj.weight", "attn.proj.weight")):
+            parameter.data *= (2 * config.text_config.num_hidden_layers) ** -0.5
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model, processor

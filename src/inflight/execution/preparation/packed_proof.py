@@ -360,7 +360,8 @@ class PackedProof:
             # Replacing outputs breaks states that one layer makes huge and another cancels.
             of_row_alone = self.plain.error_of(executor.forward)
             logits_error = logits_error if logits_error <= of_row_alone else of_row_alone
-        if tolerance is FULL_PRECISION and not tolerance.allows(attention_error, logits_error):
+        is_usual = tolerance in (FULL_PRECISION, LOW_PRECISION)
+        if is_usual and not tolerance.allows(attention_error, logits_error):
             tolerance = tolerance.with_noise(*self._noise(executor, steps))
         if not tolerance.allows(attention_error, logits_error):
             raise ModelError(

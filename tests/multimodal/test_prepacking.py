@@ -1,4 +1,4 @@
-"""An encoder's linear layers are prepacked with its first image, if that changes no more than rounding."""
+"""A slow encoder's linear layers are prepacked with its first image, if that changes no more than rounding."""
 
 import copy
 from typing import Any
@@ -10,9 +10,9 @@ from torch import nn
 from inflight import LLM, SamplingParams
 from inflight.contracts.step.multimodal import EncoderInput
 from inflight.execution.hf.model_class import encoders
-from inflight.execution.multimodal import prepacking
+from inflight.execution.multimodal import item_proofs, prepacking
 from inflight.execution.multimodal.encoder import encode, rows_of
-from inflight.execution.multimodal.prepacking import prepack_encoder, run_convolutions_in_float32
+from inflight.execution.multimodal.prepacking import compute_in_float32, prepack_encoder
 from inflight.execution.weights.layers import SiblingLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 from inflight.text.processor import Processor
@@ -42,7 +42,7 @@ def test_layers_are_prepacked_and_give_the_same(model_type: str, dtype: torch.dt
     expected = rows_of(encode(*encoder_and_item(model_type)))[0]
     of_plain = (rows_of(encode(model, item))[0].float() - expected).abs().max()
     num_linears = len(linears(model))
-    run_convolutions_in_float32(model)
+    compute_in_float32(model)
     output, calls = prepack_encoder(model, lambda: encode(model, item))
     assert calls is not None
     assert len(linears(model)) == num_linears
@@ -69,10 +69,10 @@ def test_answers_are_those_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = with_processor("idefics3")
     prompts = [{"prompt": f"What is <image> {each}?", "images": [image(each)]} for each in range(4)]
     found = []
-    for can in (True, False):
-        monkeypatch.setattr(prepacking, "can_prepack", lambda model, can=can: can)
+    for is_slow in (True, False):
+        monkeypatch.setattr(item_proofs, "has_slow_layers", lambda model, is_slow=is_slow: is_slow)
         llm = LLM(copy.deepcopy(model), processor, block_size=4, num_blocks=200)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         found.append([each.outputs[0].token_ids for each in outputs])
-        assert any(type(each) is nn.Linear for each in linears(llm.engine.runner.model)) != can
+        assert any(type(each) is nn.Linear for each in linears(llm.engine.runner.model)) != is_slow
     assert found[0] == found[1]

@@ -1,10 +1,11 @@
-"""Prepacks the linear layers of a model's encoders, which then run as fast as the language model's: in bfloat16 torch's
-own are slow on CPUs without instructions for it."""
+"""Prepacks the linear layers of a model's encoders where torch's own are slow: in bfloat16, on CPUs without
+instructions for it. In float32 torch's are as fast."""
 
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, bfloat16, finfo, ops
+from torch import Tensor, bfloat16, finfo, nn, ops
+from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
@@ -41,19 +42,25 @@ def prepack_encoder(
     return plain, None
 
 
-def run_convolutions_in_float32(model: PreTrainedModel) -> None:
-    """Let the encoders' convolutions compute in float32, where torch's in bfloat16 are loops: over the patches of an
-    image they took longer than all layers behind them."""
-    if model.device.type != "cpu" or model.dtype != bfloat16 or ops.mkldnn._is_mkldnn_bf16_supported():
+def has_slow_layers(model: PreTrainedModel) -> bool:
+    """Whether torch runs this model's layers in loops."""
+    return model.device.type == "cpu" and model.dtype == bfloat16 and not ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def compute_in_float32(model: PreTrainedModel) -> None:
+    """Let the encoders' convolutions, and linear layers until they are prepacked, compute in float32 if they are slow:
+    over the patches of an image one took longer than all layers behind it."""
+    if not has_slow_layers(model):
         return
     for module in (module for encoder in encoders(model) for module in encoder.modules()):
-        if isinstance(module, _ConvNd) and not is_watched(module):
-            module.forward = OwnForward(_in_float32, module)
+        if (isinstance(module, _ConvNd) or type(module) is nn.Linear) and not is_watched(module):
+            module.forward = OwnForward(_in_float32, module)  # type: ignore[method-assign]
 
 
 def _in_float32(module: Any, x: Tensor) -> Tensor:
+    compute = module._conv_forward if isinstance(module, _ConvNd) else linear
     bias = None if module.bias is None else module.bias.float()
-    result: Tensor = module._conv_forward(x.float(), module.weight.float(), bias)
+    result: Tensor = compute(x.float(), module.weight.float(), bias)
     return result.to(x.dtype)
 
 

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 
 from inflight import LLM, SamplingParams
+from inflight.execution.hf.model_class import encoders
 from inflight.execution.multimodal import encoder_outputs, item_proofs
+from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 from inflight.prefix_store.inspection import damaged, stored_fingerprints
 from tests.multimodal.models import image, with_processor
 
@@ -46,6 +48,7 @@ def test_an_image_is_not_encoded_again(
 ) -> None:
     monkeypatch.setenv("INFLIGHT_CACHE_PREPARATIONS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(item_proofs, "has_slow_layers", lambda model: model_type == "llava")  # is prepacked
     model, processor = with_processor(model_type)
     copy.deepcopy(model).save_pretrained(tmp_path / "model")
     options: dict[str, Any] = {"tokenizer": processor, "block_size": 4, "num_blocks": 200}
@@ -67,6 +70,9 @@ def test_an_image_is_not_encoded_again(
     again = LLM(tmp_path / "model", prefix_cache_dir=prefixes, **options)
     assert ask(again, model_type, texts[2]) == expected[2:]
     assert not encoded
+    if can_prepack(again.engine.runner.model):
+        modules = [module for each in encoders(again.engine.runner.model) for module in each.modules()]
+        assert any(isinstance(each, PrepackedLinear) for each in modules) == (model_type == "llava")
     (stored,) = stored_fingerprints(prefixes)
     assert not list(damaged(stored))
     for path in stored.files():  # a damaged output is computed

@@ -9,6 +9,8 @@ import huggingface_hub
 import pytest
 
 from inflight import LLM
+from inflight.contracts.api.errors import InvalidRequestError
+from inflight.demo_model import DEMO_MODEL
 from inflight.text.processor_files import has_processor
 from tests.cli.test_chat import Terminal
 from tests.command import Command, command
@@ -123,3 +125,9 @@ def test_a_checkpoint_with_a_processor_is_told(folder: Path, tmp_path: Path, mon
     assert has_processor("org/sees", "main")
     assert not has_processor("org/reads", "main")
     assert len(asked) == 4
+
+
+def test_a_text_only_model_says_that_it_reads_no_images(folder: Path) -> None:
+    llm = LLM(str(DEMO_MODEL), num_blocks=64)
+    with pytest.raises(InvalidRequestError, match="reads no images and no sounds"):
+        llm.generate({"prompt": "a", "images": [folder.parent / "a page.png"]}, use_tqdm=False)

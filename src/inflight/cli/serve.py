@@ -222,7 +222,8 @@ def serve_models(models: "PoolSettings", address: Address, options: dict[str, An
     Args:
         options: the command's other parameters.
     """
-    _prepare_libraries(options, models.models.values())
+    tokenizers = (own.get("tokenizer") for own in models.own_options.values())
+    _prepare_libraries(options, [*models.models.values(), *tokenizers])
     from inflight.server.run import serve_models_until_told
     from inflight.server.serving.settings import ServerSettings
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from inflight.contracts.step.block_hash import ENCODER_OUTPUTS, Root
+from inflight.contracts.step.block_hash import Root
 from inflight.prefix_store import block_file
 from inflight.prefix_store.block_folder import (
     ABOUT_NAME,
@@ -29,8 +29,9 @@ from inflight.prefix_store.block_folder import (
 from inflight.prefix_store.inspection import StoredFingerprint, parse_about
 
 MODE = 0o600
-ROOTS = (*(Root(None, is_long).block_hash for is_long in (False, True)), ENCODER_OUTPUTS)
-"""Before the first block of a prompt without salt or adapter."""
+ROOTS = tuple(Root(None, is_long).block_hash for is_long in (False, True))
+"""Before the first block of a prompt without salt or adapter. Encoder outputs stay: a salted prompt may have made
+them."""
 BLOCK_NAME = re.compile(r"[0-9a-f]{64}\.[0-9]{1,9}")
 BLOCK_PATH = re.compile(rf"([0-9a-f]{{64}})/[0-9a-f]{{2}}/({BLOCK_NAME.pattern})")
 ABOUT_PATH = re.compile(rf"([0-9a-f]{{64}})/{re.escape(ABOUT_NAME)}")

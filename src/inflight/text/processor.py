@@ -57,9 +57,10 @@ class Processor:
         self.limits: Mapping[str, int] = {}
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
-        first = (getattr(config, "decoder_start_token_id", None), inner.tokenizer.bos_token_id)
+        tokenizer = getattr(inner, "tokenizer", None)  # without a processor, `AutoProcessor` returns the tokenizer
+        first = (getattr(config, "decoder_start_token_id", None), getattr(tokenizer, "bos_token_id", None))
         of_config = [token_id for token_id in first if token_id is not None][:1]
-        self._begins: list[int] = list(getattr(inner.tokenizer, "prefix_tokens", of_config))
+        self._begins: list[int] = list(getattr(tokenizer, "prefix_tokens", of_config))
         named = any(placeholder_id(config, kind) is not None for kind in _PARTS)
         self.prompts_decoder = getattr(config, "is_encoder_decoder", False) and not named
         for kind, names in _PARTS.items():

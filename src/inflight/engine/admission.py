@@ -182,6 +182,8 @@ def make_request(
     """Return a request that the scheduler can run to its end. Raises `InvalidRequestError`."""
     if multimodal is not None:
         _check_multimodal(multimodal, params, info)
+    elif info.needs_item:
+        raise InvalidRequestError("the model reads one image or one sound with each prompt; this one has none")
     prompt = _token_ids("the prompt", prompt_token_ids, info.vocab_size)
     if params.truncate_prompt_tokens is not None:
         prompt = prompt[-params.truncate_prompt_tokens :]

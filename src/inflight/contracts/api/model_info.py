@@ -61,6 +61,7 @@ class ModelInfo:
         speculation: the drafters; or "off", and why, if speculation was asked for.
         pooling: how it pools; None: it generates.
         input_modalities: what a prompt may have besides text: "image", "audio".
+        needs_item: whether each prompt has one of these, because the encoder reads nothing else (Whisper).
     """
 
     model_class: str
@@ -101,6 +102,7 @@ class ModelInfo:
     state_bytes: int = 0
     num_states: int = 0
     input_modalities: tuple[str, ...] = ()
+    needs_item: bool = False
 
     @property
     def forward_pass(self) -> str:

@@ -169,8 +169,6 @@ class _Generate(LogitsProcessor):  # type: ignore[misc]
         if prompts_decoder(model):
             options["decoder_input_ids"] = options.pop("input_ids")
             generate = partial(GenerationMixin.generate, model)  # Whisper's own cuts sounds, and writes prompts
-            if model.main_input_name not in options:
-                raise ModelError("its encoder reads an image or a sound with each prompt")
         self._turns = InTurns(lambda: generate(**options))
         self._next_id = 0
         self.length, self.logits = len(prompt), torch.empty(0)

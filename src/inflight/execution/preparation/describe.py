@@ -20,6 +20,7 @@ from inflight.execution.executors import Executor, PackedExecutor
 from inflight.execution.grouped.weight import GroupedWeight
 from inflight.execution.hf.load import available_cache_memory, eos_token_ids, not_honoured
 from inflight.execution.hf.longrope import longrope_length
+from inflight.execution.hf.model_class import prompts_decoder
 from inflight.execution.kernels import kernels_in_use
 from inflight.execution.multimodal import encodable
 from inflight.execution.preparation.choice import ChosenExecutor
@@ -124,6 +125,7 @@ def describe(
         arithmetic=arithmetic_of(model),
         weights=stored_weights(model),
         input_modalities=_input_modalities(model, executor, config),
+        needs_item=prompts_decoder(model),
         kernels=kernels_in_use() if model.device.type == "cpu" else None,
         attention_calls=describe_calls(report.specs),
         logits_error=report.logits_error,

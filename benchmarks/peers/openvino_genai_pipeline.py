@@ -21,8 +21,8 @@ class Pipeline:
 
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.cache_size = CACHE_GIGABYTES
-        scheduler.limits.max_num_batched_tokens = settings.max_batch_tokens
-        scheduler.limits.max_num_seqs = settings.num_slots
+        scheduler.max_num_batched_tokens = settings.max_batch_tokens
+        scheduler.max_num_seqs = settings.num_slots
         scheduler.dynamic_split_fuse = True
         scheduler.enable_prefix_caching = True
         properties = {

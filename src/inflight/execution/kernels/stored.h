@@ -1,7 +1,7 @@
 // Storage and products of keys and values: one struct for each dtype of the cache. The layout keeps sums within lanes.
 // `kPack` neighbours along the direction of summation are adjacent: 2 for bfloat16, whose hardware product adds pairs,
 // else 1. An `Operand` is the pack of the other factor, which is the same for all lanes; `pack` rounds to the nearest,
-// ties to even.
+// ties to even. Without AVX-512 a pack is also taken apart: `load_term` and `term` are one neighbour of it.
 #pragma once
 
 #include "vectors.h"
@@ -15,6 +15,10 @@ struct Float32 {
   static constexpr int kPack = 1;
   static Panel load_panel(const Stored* from) { return load<Floats>(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
+  template <int>
+  static Floats load_term(const Stored* from) { return load_panel(from); }
+  template <int>
+  static float term(Operand a) { return a; }
   static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
   static void pack(Floats lanes, Operand* to) { store(to, lanes); }
 };
@@ -26,6 +30,10 @@ struct Int8 {
   static constexpr int kPack = 1;
   static Panel load_panel(const Stored* from) { return floats_of_bytes(from); }
   static Panel load_first_of_pack(const Stored* from) { return load_panel(from); }
+  template <int>
+  static Floats load_term(const Stored* from) { return load_panel(from); }
+  template <int>
+  static float term(Operand a) { return a; }
   static Floats multiply_add(Floats sum, Operand a, Panel b) { return fused(broadcast(a), b, sum); }
   static void pack(Floats lanes, Operand* to) { store(to, lanes); }
 };
@@ -63,6 +71,12 @@ struct BFloat16 {
     return {(Floats)(bits << 16), (Floats)(bits & 0xffff0000)};
   }
   static Panel load_first_of_pack(const Stored* from) { return {(Floats)(load<Bits>(from) << 16), Floats{}}; }
+  template <int kTerm>
+  static Floats load_term(const Stored* from) {
+    return kTerm == 0 ? (Floats)(load<Bits>(from) << 16) : (Floats)(load<Bits>(from) & 0xffff0000);
+  }
+  template <int kTerm>
+  static float term(Operand a) { return kTerm == 0 ? a.first : a.second; }
   static Floats multiply_add(Floats sum, Operand a, Panel b) {
     return fused(broadcast(a.second), b.second, fused(broadcast(a.first), b.first, sum));
   }

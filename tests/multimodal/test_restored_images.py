@@ -12,6 +12,7 @@ from inflight.execution.multimodal import encoder_outputs, item_proofs
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 from inflight.prefix_store.inspection import damaged, stored_fingerprints
 from tests.multimodal.models import image, with_processor
+from tests.prefix_store.test_archive import moved
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, logprobs=1, ignore_eos=True)
 LONG = 60.0
@@ -81,3 +82,18 @@ def test_an_image_is_not_encoded_again(
     llm = LLM(tmp_path / "model", prefix_cache_dir=prefixes, **options)
     assert ask(llm, model_type, texts[1]) == expected[1:2]
     assert len(encoded) == 1
+
+
+def test_an_archive_has_no_encoder_outputs(tmp_path: Path, encoded: list[bytes]) -> None:
+    model, processor = with_processor("llava")
+    options: dict[str, Any] = {"tokenizer": processor, "block_size": 4, "num_blocks": 200}
+    texts = ("The same <image> again, what is it?", "Another <image>?")
+    expected = ask(LLM(copy.deepcopy(model), prefix_cache_dir=tmp_path / "here", **options), "llava", texts[0])
+    moved(tmp_path / "here", tmp_path / "there")
+    llm = LLM(copy.deepcopy(model), prefix_cache_dir=tmp_path / "there", **options)
+    encoded.clear()
+    assert ask(llm, "llava", texts[0]) == expected
+    assert llm.engine.scheduler.persistence.num_restored_tokens > 0
+    assert not encoded
+    ask(llm, "llava", texts[1])
+    assert len(encoded) == 1, "a salted prompt may have made what another can ask for"

@@ -84,16 +84,21 @@ def test_an_image_is_not_encoded_again(
     assert len(encoded) == 1
 
 
-def test_an_archive_has_no_encoder_outputs(tmp_path: Path, encoded: list[bytes]) -> None:
+def test_an_archive_has_no_encoder_outputs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoded: list[bytes]
+) -> None:
+    monkeypatch.setenv("INFLIGHT_CACHE_PREPARATIONS", "1")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model, processor = with_processor("llava")
+    copy.deepcopy(model).save_pretrained(tmp_path / "model")
     options: dict[str, Any] = {"tokenizer": processor, "block_size": 4, "num_blocks": 200}
-    texts = ("The same <image> again, what is it?", "Another <image>?")
-    expected = ask(LLM(copy.deepcopy(model), prefix_cache_dir=tmp_path / "here", **options), "llava", texts[0])
-    moved(tmp_path / "here", tmp_path / "there")
-    llm = LLM(copy.deepcopy(model), prefix_cache_dir=tmp_path / "there", **options)
+    here, there = tmp_path / "here", tmp_path / "there"
+    expected = ask(LLM(tmp_path / "model", prefix_cache_dir=here, **options), "llava", "The same <image> again?")
+    moved(here, there)
+    llm = LLM(tmp_path / "model", prefix_cache_dir=there, **options)
     encoded.clear()
-    assert ask(llm, "llava", texts[0]) == expected
+    assert ask(llm, "llava", "The same <image> again?") == expected
     assert llm.engine.scheduler.persistence.num_restored_tokens > 0
     assert not encoded
-    ask(llm, "llava", texts[1])
+    ask(llm, "llava", "Another <image>?")
     assert len(encoded) == 1, "a salted prompt may have made what another can ask for"

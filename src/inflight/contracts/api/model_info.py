@@ -61,7 +61,7 @@ class ModelInfo:
         speculation: the drafters; or "off", and why, if speculation was asked for.
         pooling: how it pools; None: it generates.
         input_modalities: what a prompt may have besides text: "image", "audio".
-        needs_item: whether each prompt has one of these, because the encoder reads nothing else (Whisper).
+        needs_item: whether each prompt must have one of these, because the encoder reads nothing else (Whisper).
     """
 
     model_class: str

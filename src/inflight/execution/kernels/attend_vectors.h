@@ -30,31 +30,29 @@ void by_rows(int num_rows, const Function& function) {
   if (row < num_rows) function(std::integral_constant<int, 1>{}, row);
 }
 
-// Adds to sums[row][v] the product of operands[row * stride] with the pack at `at(v)`.
+// Whether `add_products` is faster than the plain loops: with few registers, and rows enough to share what it loads.
+template <int kRows>
+constexpr bool kTakesTurns = kLanes < 16 && kRows >= 3;
+
+// Adds to sums[row][v] the product of operands[row * stride] with the pack at `at(v)`. Beside the sums there are registers
+// for a factor of each row and one vector, so the terms of a pack take turns.
 template <class Kind, int kRows, int kCount, class At>
 [[gnu::always_inline]] inline void add_products(const typename Kind::Operand* operands, int64_t stride, const At& at,
                                                 Floats (&sums)[kRows][kCount]) {
-  if constexpr (kLanes == 16 || kRows < 3) {
-    typename Kind::Panel panels[kCount];
-    for (int v = 0; v < kCount; ++v) panels[v] = Kind::load_panel(at(v));
-    for (int r = 0; r < kRows; ++r)
-      for (int v = 0; v < kCount; ++v) sums[r][v] = Kind::multiply_add(sums[r][v], operands[r * stride], panels[v]);
-  } else {  // beside the sums there are registers for a factor of each row and one vector, so terms take turns
-    const auto add_term = [&](auto term) __attribute__((always_inline)) {
-      Floats factors[kRows];
-      for (int r = 0; r < kRows; ++r) {
-        factors[r] = broadcast(Kind::template term<term>(operands[r * stride]));
-        keep_in_register(factors[r]);
-      }
-      for (int v = 0; v < kCount; ++v) {
-        Floats values = Kind::template load_term<term>(at(v));
-        keep_in_register(values);
-        for (int r = 0; r < kRows; ++r) sums[r][v] = fused(factors[r], values, sums[r][v]);
-      }
-    };
-    add_term(std::integral_constant<int, 0>{});
-    if constexpr (Kind::kPack == 2) add_term(std::integral_constant<int, 1>{});
-  }
+  const auto add_term = [&](auto term) __attribute__((always_inline)) {
+    Floats factors[kRows];
+    for (int r = 0; r < kRows; ++r) {
+      factors[r] = broadcast(Kind::template term<term>(operands[r * stride]));
+      keep_in_register(factors[r]);
+    }
+    for (int v = 0; v < kCount; ++v) {
+      Floats values = Kind::template load_term<term>(at(v));
+      keep_in_register(values);
+      for (int r = 0; r < kRows; ++r) sums[r][v] = fused(factors[r], values, sums[r][v]);
+    }
+  };
+  add_term(std::integral_constant<int, 0>{});
+  if constexpr (Kind::kPack == 2) add_term(std::integral_constant<int, 1>{});
 }
 
 // scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes. With each step `ahead` bytes are prefetched.
@@ -63,9 +61,19 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
                         int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   Floats sums[kRows][kStripes] = {};
   for (int i = 0; i < steps; ++i) {
-    prefetcher.advance(ahead);
     const auto keys = [&](int s) { return stripes[s].keys + int64_t(i) * kLanes * Kind::kPack; };
-    add_products<Kind>(queries + i, query_stride, keys, sums);
+    if constexpr (kTakesTurns<kRows>) {
+      prefetcher.advance(ahead);
+      add_products<Kind>(queries + i, query_stride, keys, sums);
+    } else {
+      typename Kind::Panel panels[kStripes];
+      for (int s = 0; s < kStripes; ++s) panels[s] = Kind::load_panel(keys(s));
+      prefetcher.advance(ahead);
+      for (int r = 0; r < kRows; ++r) {
+        const auto operand = queries[r * query_stride + i];
+        for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
+      }
+    }
   }
   for (int r = 0; r < kRows; ++r)
     for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
@@ -97,7 +105,16 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
     const int full = stripes[s].length / kPack;
     for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack) {
       prefetcher.advance(ahead);
-      add_products<Kind>(weight + i, weight_stride, [&](int v) { return row + v * kLanes * kPack; }, sums);
+      const auto values = [&](int v) { return row + v * kLanes * kPack; };
+      if constexpr (kTakesTurns<kRows>) {
+        add_products<Kind>(weight + i, weight_stride, values, sums);
+      } else {
+        for (int v = 0; v < kVectors; ++v) {
+          const auto panel = Kind::load_panel(values(v));
+          for (int r = 0; r < kRows; ++r)
+            sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + i], panel);
+        }
+      }
     }
     if (full * kPack < stripes[s].length)  // beside the last token lies what no token owns
       for (int v = 0; v < kVectors; ++v) {

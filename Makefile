@@ -9,7 +9,7 @@ WEIGHTS := $(VENV)/weights
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST_WORKERS ?= 2
 NPM_AGENTS := @anthropic-ai/claude-code@2.1.332 @openai/codex@0.171.0 opencode-ai@1.18.33 @qwen-code/qwen-code@0.24.4 \
-	@continuedev/cli@1.5.47
+	@continuedev/cli@1.5.47 cline@3.0.65
 
 .PHONY: demo test test-all weights browser test-browser agents package-test soak check format docs figures notebook census wheel demo-model picture-model clean
 

@@ -70,6 +70,23 @@ schema: v1
 models:
   - {name: puppet, provider: openai, model: puppet, apiBase: "{url}/v1", apiKey: none, capabilities: [tool_use]}
 """
+CLINE = {
+    "version": 1,
+    "lastUsedProvider": "openai-compatible",
+    "providers": {
+        "openai-compatible": {
+            "settings": {
+                "provider": "openai-compatible",
+                "apiKey": "none",
+                "model": "puppet",
+                "baseUrl": "{url}/v1",
+            },
+            "updatedAt": "2026-11-29T00:00:00.000Z",
+            "tokenSource": "manual",
+        }
+    },
+}
+"""What `cline auth` writes."""
 
 CODING = {
     "claude": Agent(
@@ -109,6 +126,13 @@ CODING = {
         lambda command: ("Bash", {"command": command}),
         {"CONTINUE_TELEMETRY_ENABLED": "0"},
         {"config.yaml": CONTINUE},
+    ),
+    "cline": Agent(
+        ["cline", "{task}"],
+        lambda path, text: ("editor", {"path": str(path), "new_text": text}),
+        lambda command: ("run_commands", {"commands": [command]}),
+        {"CLINE_SESSION_BACKEND_MODE": "local"},  # else it leaves a daemon
+        {".cline/data/settings/providers.json": json.dumps(CLINE)},
     ),
 }
 

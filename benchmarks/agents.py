@@ -8,8 +8,8 @@ python -m benchmarks.agents overhead
 `turns`: ten turns of one agent, a system prompt and tools of 20,000 tokens, each turn 400 new ones: the time to the
 first token of each turn. `pauses`: four agents at once whose tools take 5 to 60 seconds, and a cache for two of them,
 with blocks kept for sessions and without; `simulate`: the same on the scheduler with a virtual clock. `overhead`: 32
-streams of chats with tools, and of completions with the same tokens. Texts are letters drawn at random, one token each
-with a tokenizer of bytes. Peers are installed with `benchmarks/compare.py --install`.
+streams of chats whose answers have thoughts and a call, and of completions with the same tokens. Texts are letters
+drawn at random, one token each with a tokenizer of bytes. Peers are installed with `benchmarks/compare.py --install`.
 """
 
 import argparse
@@ -35,6 +35,7 @@ from typing import Any
 from benchmarks.compare import LOGS, describe_machine
 from benchmarks.peers.catalogue import PEERS
 from benchmarks.peers.models import model_folder, prepare
+from benchmarks.scripted_model import scripted_model
 from benchmarks.serving import Server
 from inflight.contracts.api.config import EngineConfig
 from inflight.simulate import StepCost
@@ -48,8 +49,8 @@ PAUSES = (5.0, 60.0)
 """Seconds that a tool takes at least and at most."""
 KEPT = 300.0
 """Seconds for which blocks are kept at most, which is the default."""
-NUM_STREAMS, SHORT, STREAMED, NUM_ROUNDS = 32, 100, 64, 7
-"""Of `overhead`: streams at once, tokens of their questions and answers, and rounds of each kind."""
+NUM_STREAMS, SHORT, THOUGHT, VALUE, NUM_ROUNDS = 32, 100, 100, 100, 7
+"""Of `overhead`: streams at once, characters of their questions, thoughts and arguments, and rounds of each kind."""
 
 
 def text(rng: random.Random, length: int) -> str:
@@ -253,15 +254,21 @@ def simulated(limit: float, speed: float, seed: int) -> list[float]:
 
 
 def overhead(arguments: argparse.Namespace) -> None:
-    """Measure many streams as chats with tools, searched for calls and thoughts, and as completions, in turn."""
+    """Measure many streams of a scripted model as chats with tools, whose thoughts and calls are read, and as
+    completions of the same tokens, in turn."""
+    rng = random.Random(1)
+    script = answer_text(text(rng, THOUGHT).strip(), "look_up", json.dumps({"path": text(rng, VALUE)}))
+    arguments.model, streamed = scripted_model(arguments.model, script)
     with running(server := ours(arguments)) as url:
         assert server.process is not None
-        first, rng = Agent(url, 0, prompt=1_000).body(), random.Random(1)
+        first = Agent(url, 0, prompt=1_000).body()
         questions = [{"role": "user", "content": text(rng, SHORT)} for _ in range(NUM_STREAMS)]
-        bodies = [{**first, "messages": [question]} for question in questions]
+        look_up = {"name": "look_up", "parameters": {"type": "object", "properties": {"path": {"type": "string"}}}}
+        tools = [*first["tools"], {"type": "function", "function": look_up}]
+        bodies = [{**first, "messages": [question], "tools": tools} for question in questions]
         chats = [{**body, "max_tokens": 1, "return_token_ids": True} for body in bodies]
         prompts = [json.loads(answer)["prompt_token_ids"] for answer in answers(url, "chat/completions", chats)]
-        options = {"temperature": 0, "max_tokens": STREAMED, "ignore_eos": True, "stream": True}
+        options = {"temperature": 0, "max_tokens": 2 * streamed, "stream": True}
         kinds = {
             "completions": [{**options, "prompt": prompt} for prompt in prompts],
             "chat/completions": [{**body, **options} for body in bodies],
@@ -275,15 +282,32 @@ def overhead(arguments: argparse.Namespace) -> None:
                 if number:
                     seconds[kind].append(time.perf_counter() - start)
                     front[kind].append(cpu_seconds(server.process.pid) - before)
-                assert all(b"data: [DONE]" in each for each in read)
+                assert all(written(each, kind) == script for each in read)
     print("; ".join(f"{name}: {value}" for name, value in describe_machine().items()))
     for kind, each in seconds.items():
-        speeds = [NUM_STREAMS * STREAMED / taken for taken in each]
-        work = 1e6 * median(front[kind]) / (NUM_STREAMS * STREAMED)
+        speeds = [NUM_STREAMS * streamed / taken for taken in each]
+        work = 1e6 * median(front[kind]) / (NUM_STREAMS * streamed)
         print(f"{kind}: {median(speeds):.1f} tokens/s ({min(speeds):.1f} to {max(speeds):.1f})", end=", ")
         print(f"{work:.0f} us of the server's own processor time for each")
     shares = [chat / raw for raw, chat in zip(*seconds.values(), strict=True)]
     print(f"chats take {median(shares):.3f} times as long ({min(shares):.3f} to {max(shares):.3f})")
+
+
+def answer_text(thoughts: str, name: str, arguments: str) -> str:
+    """Return an answer with thoughts and a call, as a model writes it."""
+    return f'<think>\n{thoughts}\n</think>\n\n<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def written(stream: bytes, kind: str) -> str:
+    """Return the text of a streamed answer as the model wrote it."""
+    events = [json.loads(line[6:]) for line in stream.splitlines() if line.startswith(b"data: {")]
+    choices = [choice for event in events for choice in event["choices"]]
+    if kind == "completions":
+        return "".join(choice["text"] for choice in choices)
+    deltas = [choice["delta"] for choice in choices]
+    calls = [call["function"] for delta in deltas for call in delta.get("tool_calls") or ()]
+    thoughts = "".join(delta.get("reasoning_content") or "" for delta in deltas)
+    return answer_text(thoughts, *("".join(call.get(part) or "" for call in calls) for part in ("name", "arguments")))
 
 
 def cpu_seconds(process: int) -> float:

@@ -62,7 +62,7 @@ def model_folder(model: str) -> Path:
             names = ", ".join(NAMED_MODELS)
             raise FileNotFoundError(f"{model!r} is neither {names} nor a folder with a config.json")
         return folder
-    return _make_once(MODELS / model, lambda folder: NAMED_MODELS[model](folder))
+    return make_once(MODELS / model, lambda folder: NAMED_MODELS[model](folder))
 
 
 def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
@@ -77,20 +77,20 @@ def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> P
     if folder.parent != MODELS:
         name += "-" + hashlib.sha256(str(folder).encode()).hexdigest()[:8]
     if peer.model_format == "awq":
-        return _make_once(MODELS / f"{name}-awq", lambda target: _without_weights(folder, target, AWQ))
+        return make_once(MODELS / f"{name}-awq", lambda target: _without_weights(folder, target, AWQ))
     if peer.model_format == "openvino":
         weights = "int4" if quantization == "q4_k_m" else quantization or OPENVINO_WEIGHTS[dtype]
-        return _make_once(
+        return make_once(
             MODELS / f"{name}-openvino-{weights}", lambda target: _to_openvino(peer, folder, target, weights)
         )
     if peer.model_format == "gguf":
         kind = GGUF_TYPES[quantization or dtype]
-        return _make_once(MODELS / f"{name}-{kind}.gguf", lambda target: _to_gguf(peer, folder, target, kind))
+        return make_once(MODELS / f"{name}-{kind}.gguf", lambda target: _to_gguf(peer, folder, target, kind))
     kind = quantization or dtype
-    return _make_once(MODELS / f"{name}-ctranslate2-{kind}", lambda target: _to_ctranslate2(peer, folder, target, kind))
+    return make_once(MODELS / f"{name}-ctranslate2-{kind}", lambda target: _to_ctranslate2(peer, folder, target, kind))
 
 
-def _make_once(target: Path, make: Callable[[Path], None]) -> Path:
+def make_once(target: Path, make: Callable[[Path], None]) -> Path:
     """Make a file or folder under a temporary name and renames it when it is complete."""
     if not target.exists():
         unfinished = target.with_name("unfinished-" + target.name)

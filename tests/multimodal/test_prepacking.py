@@ -1,4 +1,4 @@
-"""A slow encoder's linear layers are prepacked with its first image, if that changes no more than rounding."""
+"""An encoder's linear layers are prepacked with its first image, if that changes no more than rounding."""
 
 import copy
 from typing import Any
@@ -69,10 +69,10 @@ def test_answers_are_those_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model, processor = with_processor("idefics3")
     prompts = [{"prompt": f"What is <image> {each}?", "images": [image(each)]} for each in range(4)]
     found = []
-    for is_slow in (True, False):
-        monkeypatch.setattr(item_proofs, "has_slow_layers", lambda model, is_slow=is_slow: is_slow)
+    for is_faster in (True, False):
+        monkeypatch.setattr(item_proofs, "is_faster_prepacked", lambda model, is_faster=is_faster: is_faster)
         llm = LLM(copy.deepcopy(model), processor, block_size=4, num_blocks=200)
         outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
         found.append([each.outputs[0].token_ids for each in outputs])
-        assert any(type(each) is nn.Linear for each in linears(llm.engine.runner.model)) != is_slow
+        assert any(type(each) is nn.Linear for each in linears(llm.engine.runner.model)) != is_faster
     assert found[0] == found[1]

@@ -49,7 +49,7 @@ def test_an_image_is_not_encoded_again(
 ) -> None:
     monkeypatch.setenv("INFLIGHT_CACHE_PREPARATIONS", "1")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(item_proofs, "has_slow_layers", lambda model: model_type == "llava")  # is prepacked
+    monkeypatch.setattr(item_proofs, "is_faster_prepacked", lambda model: model_type == "llava")  # is prepacked
     model, processor = with_processor(model_type)
     copy.deepcopy(model).save_pretrained(tmp_path / "model")
     options: dict[str, Any] = {"tokenizer": processor, "block_size": 4, "num_blocks": 200}

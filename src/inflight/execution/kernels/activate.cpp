@@ -29,12 +29,12 @@ void activate_rows(const Tensor& x, Tensor& output, Activation function) {
       Value* to = output.data_ptr<Value>() + row * size;
       for (int64_t i = 0; i < size; i += kLanes) {
         const int64_t count = std::min<int64_t>(kLanes, size - i);
-        float lanes[kLanes] = {};
         if (count == kLanes) {
-          store(lanes, load_floats(from + i));
-        } else {
-          read_floats(from + i, count, lanes);
+          store_floats(function(load_floats(from + i)), to + i);
+          continue;
         }
+        float lanes[kLanes] = {};
+        read_floats(from + i, count, lanes);
         store(lanes, function(load<Floats>(lanes)));
         for (int64_t lane = 0; lane < count; ++lane) store_float(lanes[lane], to + i + lane);
       }

@@ -18,7 +18,7 @@ from inflight.execution.hf.hook import with_attention
 from inflight.execution.hf.source import first_line
 from inflight.execution.multimodal.encoder import Rows, encode, load_encoders, rows_of
 from inflight.execution.multimodal.placing import Placing
-from inflight.execution.multimodal.prepacking import are_alike, has_slow_layers, prepack_encoder
+from inflight.execution.multimodal.prepacking import are_alike, is_faster_prepacked, prepack_encoder
 from inflight.execution.multimodal.proof import Proof
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs
 from inflight.execution.weights.linear_calls import LinearCalls
@@ -151,7 +151,7 @@ class ItemProofs:
         """Find what the model does with an item. Raises `ModelError` if its rows may not be placed."""
         name, kind = type(self._model).__name__, item.kind
         with with_attention(self._model, BETWEEN):
-            if kind in self._linear_calls or not has_slow_layers(self._model):
+            if kind in self._linear_calls or not is_faster_prepacked(self._model):
                 output = encode(self._model, item)
             else:
                 output, self._linear_calls[kind] = prepack_encoder(self._model, lambda: encode(self._model, item))

@@ -1,5 +1,5 @@
-"""Prepacks the linear layers of a model's encoders where torch's own are slow: in bfloat16, on CPUs without
-instructions for it. In float32 torch's are as fast."""
+"""Prepacks the linear layers of a model's encoders in bfloat16: torch's own run in loops on CPUs without instructions
+for it, and are slower where there is a matrix unit. In float32 torch's are as fast."""
 
 from collections.abc import Callable
 from typing import Any
@@ -42,15 +42,15 @@ def prepack_encoder(
     return plain, None
 
 
-def has_slow_layers(model: PreTrainedModel) -> bool:
-    """Whether torch runs this model's layers in loops."""
-    return model.device.type == "cpu" and model.dtype == bfloat16 and not ops.mkldnn._is_mkldnn_bf16_supported()
+def is_faster_prepacked(model: PreTrainedModel) -> bool:
+    """Whether our layers are faster than torch's."""
+    return bool(model.dtype == bfloat16)
 
 
 def compute_in_float32(model: PreTrainedModel) -> None:
-    """Let the encoders' convolutions, and linear layers until they are prepacked, compute in float32 if they are slow:
-    over the patches of an image one took longer than all layers behind it."""
-    if not has_slow_layers(model):
+    """Let the encoders' convolutions, and linear layers until they are prepacked, compute in float32 where torch runs
+    them in loops: over the patches of an image one took longer than all layers behind it."""
+    if model.device.type != "cpu" or model.dtype != bfloat16 or ops.mkldnn._is_mkldnn_bf16_supported():
         return
     for module in (module for encoder in encoders(model) for module in encoder.modules()):
         if (isinstance(module, _ConvNd) or type(module) is nn.Linear) and not is_watched(module):

@@ -82,7 +82,6 @@ class Fuzzer:
         self.template, self.has_quotes = template, template.call_format.arguments is None
         arguments = template.call_format.arguments
         self.is_nested = isinstance(arguments, MarkedArguments) and arguments.is_nested
-        self.is_object = not template.call_format.head
         self.may_repeat = self.notation.between is not None or template.call_format.between_objects is not None
         self.hostile = [*fragments(self.notation), ", ", '{"name": "weather", "arguments": {}}', "]", "[", "```"]
 
@@ -103,7 +102,7 @@ class Fuzzer:
         whole = self.read([text])
         if self.has_quotes or not is_hostile:
             assert self.meant(whole) == self.meant(calls), (calls, text, whole)
-        if self.is_object:  # arguments are streamed
+        if self.has_quotes:  # arguments are streamed
             pieces = rng.choice(([text], list(text), cut(text, rng.choices(range(len(text)), k=5))))
             assert self.read(pieces, is_guaranteed=True) == tuple(calls), (text, pieces)
         if rng.random() < 0.3:

@@ -21,7 +21,7 @@ from inflight.server.wire.api_errors import ApiError
 from inflight.text.tokenizer import Tokenizer
 from inflight.text.tokenizer_files import read_tokenizer
 from tests.grammar.helpers import compiler
-from tests.server.chat_format.pieces import Reasoning, read_all
+from tests.server.chat_format.pieces import CallDelta, Reasoning, fed, read_all
 from tests.server.chat_format.scripted import cut
 from tests.server.chat_format.templates import TEMPLATES, written
 from tests.server.chat_format.test_template_reader import parts_of
@@ -213,6 +213,19 @@ def test_any_arguments_come_back_as_they_were(name: str, city: str, places: list
     reader = form.make_reader()
     text = notation.write("weather", arguments)
     assert parts_of(read_all(reader, [text])) == (("weather", arguments),)
+
+
+IN_JSON = [name for name, form in READERS.items() if NOTATIONS[name].write("f", {"a": "b"}).count('{"a": "b"}')]
+
+
+@pytest.mark.parametrize("name", IN_JSON)
+def test_guaranteed_arguments_in_json_are_streamed(name: str) -> None:
+    text = NOTATIONS[name].write("weather", {"city": "Rome"})
+    begin = text.index('{"city": "Rome"}') + 1
+    reader = READERS[name].make_reader()
+    assert "".join(call.arguments for call in fed(reader, text[:begin]) if isinstance(call, CallDelta)) == "{"
+    for letter in '"city": "Rome"}':
+        assert fed(reader, letter) == [CallDelta(0, letter)]
 
 
 def fragments(notation: Notation) -> list[str]:

@@ -104,8 +104,8 @@ def _with_calls(
     chat_template: str,
     parser_name: str | None,
 ) -> tuple[AnswerTemplate, StructuredOutput | None, bool]:
-    """Return how calls are read; the required form of the text, if any; and whether that guarantees objects, so that
-    arguments can be streamed."""
+    """Return how calls are read; the required form of the text, if any; and whether that guarantees calls, so that
+    arguments in JSON can be streamed."""
     reads_calls = parser_name is None and reading.has_calls
     call_format = call_format_of(chat_template) if parser_name is None else CALL_FORMATS[parser_name]
     content_begin = ""
@@ -116,10 +116,10 @@ def _with_calls(
     if not fields.is_call_required:
         _check_free_choice(chat_template, is_known=reads_calls or call_format is not None)
     form = _form_of_calls(fields, content, call_format or PLAIN, tokenizer, content_begin)
-    is_guaranteed = form is not None and (call_format is None or not call_format.head)
-    if is_guaranteed or not reads_calls:
+    are_objects = form is not None and (call_format is None or not call_format.head)
+    if are_objects or not reads_calls:
         reading = reading.with_calls(call_format or PLAIN)
-    return reading, form, is_guaranteed
+    return reading, form, form is not None
 
 
 def _budget(

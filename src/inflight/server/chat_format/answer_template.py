@@ -129,7 +129,7 @@ class AnswerTemplate:
             tools: the tools shown to the model, in OpenAI's form; None: text that looks like a call is content.
             names: the names of callable tools; a call of another is content.
             is_parallel: whether there may be several calls; if not, all but the first are dropped.
-            is_guaranteed: whether a grammar makes the model begin calls as `head_of` does.
+            is_guaranteed: whether a grammar makes the model write calls in `call_format`.
         """
         fields, budget, form, calls = self._exact.fields, SearchBudget(), self.call_format, None
         if self.has_calls and tools is not None:

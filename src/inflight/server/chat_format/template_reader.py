@@ -291,7 +291,10 @@ class TemplateReader(Blocks):
             return None
         begin, call.is_list = begun.end() - 1, call.is_list or (is_first and begun["list"] is not None)
         if not self._is_in_reasoning and begin >= self._num_begun:
-            for head, name in form.heads.items():
+            marked, heads = call.mark.groupdict().get("name"), form.heads
+            if marked is not None:
+                heads = {"": marked} if marked in heads.values() else {}
+            for head, name in heads.items():
                 given = text[begin : begin + len(head)]
                 if given == head:
                     self._begin_call(name)

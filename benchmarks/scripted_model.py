@@ -6,26 +6,12 @@ import shutil
 from pathlib import Path
 
 from benchmarks.peers.models import MODELS, make_once, model_folder
+from tests.agents.turns import TEMPLATE
 
 QUIET = 1e-3
 """What layers add to a token's embedding is made so small."""
 UNUSED = 1000
 """The first of the tokens that get the script's names: no text has their names."""
-
-CHAT_TEMPLATE = """{%- if tools %}<|im_start|>system
-{{ tools | tojson }}<|im_end|>
-{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
-{% if message.reasoning_content %}<think>
-{{ message.reasoning_content }}
-</think>
-
-{% endif %}{{ message.content or "" }}{% for call in message.tool_calls or [] %}
-<tool_call>
-{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
-"""In the manner of Qwen 3, whose answers may have thoughts and calls."""
 
 
 def scripted_model(model: str, script: str) -> tuple[Path, int]:
@@ -50,7 +36,7 @@ def _make(source: Path, target: Path, pieces: list[str]) -> None:
     config = json.loads((target / "config.json").read_text())
     (target / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": False}))
     settings = json.loads((target / "tokenizer_config.json").read_text())
-    (target / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": CHAT_TEMPLATE}))
+    (target / "tokenizer_config.json").write_text(json.dumps({**settings, "chat_template": TEMPLATE}))
 
     file = target / "tokenizer.json"
     tokenizer = json.loads(file.read_text())

@@ -91,7 +91,7 @@ class TurnsLLM(ScriptedLLM):
         async for delta in deltas:  # type: ignore[attr-defined]
             yield delta
 
-    async def _say(self, prompt: list[int], script: Sequence[str], n: int) -> Any:  # type: ignore[override]
+    async def _say(self, prompt: list[int], script: Sequence[str], n: int) -> Any:
         self.prompts.append(self.prompt)
         async for delta in super()._say(prompt, script, n):
             yield delta

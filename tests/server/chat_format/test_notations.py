@@ -215,7 +215,7 @@ def test_any_arguments_come_back_as_they_were(name: str, city: str, places: list
     assert parts_of(read_all(reader, [text])) == (("weather", arguments),)
 
 
-IN_JSON = [name for name, form in READERS.items() if NOTATIONS[name].write("f", {"a": "b"}).count('{"a": "b"}')]
+IN_JSON = [name for name, each in NOTATIONS.items() if '{"a": "b"}' in each.write("f", {"a": "b"})]
 
 
 @pytest.mark.parametrize("name", IN_JSON)

@@ -117,7 +117,8 @@ class CallText:
         names: the names of those that may be called.
         budget: the time for searches.
         is_bare: whether an object at the beginning of content is a call, too; one that only has a name may be anything.
-        heads: how calls begin that a grammar guarantees, and their tools' names.
+        heads: how calls begin that a grammar guarantees, and their tools' names; of opening marks that have the name,
+            only the names count.
 
     Raises ValueError, regex.error: the field's patterns cannot be used.
 

@@ -12,7 +12,7 @@ from inflight.contracts.step.multimodal import EncoderInput
 from inflight.execution.hf.model_class import encoders
 from inflight.execution.multimodal import item_proofs, prepacking
 from inflight.execution.multimodal.encoder import encode, rows_of
-from inflight.execution.multimodal.prepacking import compute_in_float32, prepack_encoder
+from inflight.execution.multimodal.prepacking import prepack_encoder, prepare_encoders
 from inflight.execution.weights.layers import SiblingLinear
 from inflight.execution.weights.prepacked_linear import PrepackedLinear, can_prepack
 from inflight.text.processor import Processor
@@ -42,7 +42,7 @@ def test_layers_are_prepacked_and_give_the_same(model_type: str, dtype: torch.dt
     expected = rows_of(encode(*encoder_and_item(model_type)))[0]
     of_plain = (rows_of(encode(model, item))[0].float() - expected).abs().max()
     num_linears = len(linears(model))
-    compute_in_float32(model)
+    prepare_encoders(model)
     output, calls = prepack_encoder(model, lambda: encode(model, item))
     assert calls is not None
     assert len(linears(model)) == num_linears
@@ -76,3 +76,14 @@ def test_answers_are_those_without_it(monkeypatch: pytest.MonkeyPatch) -> None:
         found.append([each.outputs[0].token_ids for each in outputs])
         assert any(type(each) is nn.Linear for each in linears(llm.engine.runner.model)) != is_faster
     assert found[0] == found[1]
+
+
+def test_layers_get_patches_one_after_the_other_and_give_the_same() -> None:
+    model, item = encoder_and_item("idefics3")
+    given: list[torch.Tensor] = []
+    layer = next(each for each in encoders(model)[0].modules() if isinstance(each, nn.LayerNorm))
+    layer.register_forward_pre_hook(lambda module, args: given.append(args[0]))
+    expected = rows_of(encode(model, item))[0]
+    prepare_encoders(model)
+    assert torch.equal(rows_of(encode(model, item))[0], expected)
+    assert [each.is_contiguous() for each in given] == [False, True]

@@ -30,7 +30,7 @@ from inflight.execution.hf.source import first_line
 from inflight.execution.multimodal.encoder import Part, Rows, encode, from_bytes, rows_of, to_bytes
 from inflight.execution.multimodal.item_proofs import BETWEEN, ItemProofs, ProofResults
 from inflight.execution.multimodal.placing import Placing
-from inflight.execution.multimodal.prepacking import compute_in_float32
+from inflight.execution.multimodal.prepacking import prepare_encoders
 from inflight.execution.multimodal.sequence_inputs import SequenceInputs, num_dimensions
 from inflight.execution.multimodal.slices import Sliced
 from inflight.execution.ragged_batch import RaggedBatch
@@ -86,7 +86,7 @@ class EncoderOutputs:
         self.store: OutputStore | None = None
         self.placing = Placing(model)
         self.proofs = ItemProofs(model, self.placing, attention_calls, results, key)
-        compute_in_float32(model)
+        prepare_encoders(model)
         self._kept: OrderedDict[bytes, Rows] = OrderedDict()
         self._sequences: dict[int, SequenceInputs] = {}  # by slot
         self._begun: tuple[bytes, Sliced] | None = None  # the item that is being encoded, in slices

@@ -4,7 +4,7 @@ for it, and are slower where there is a matrix unit. In float32 torch's are as f
 from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor, bfloat16, finfo, nn, ops
+from torch import Tensor, bfloat16, channels_last, finfo, nn, ops
 from torch.nn.functional import linear
 from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
@@ -47,14 +47,25 @@ def is_faster_prepacked(model: PreTrainedModel) -> bool:
     return bool(model.dtype == bfloat16)
 
 
-def compute_in_float32(model: PreTrainedModel) -> None:
-    """Let the encoders' convolutions, and linear layers until they are prepacked, compute in float32 where torch runs
-    them in loops: over the patches of an image one took longer than all layers behind it."""
-    if model.device.type != "cpu" or model.dtype != bfloat16 or ops.mkldnn._is_mkldnn_bf16_supported():
+def prepare_encoders(model: PreTrainedModel) -> None:
+    """Speed up the encoders of a model that is exclusively ours.
+
+    Patches that a convolution makes of an image lie one after the other, as the layers behind it read them: else all of
+    these would compute on a transposed tensor. Convolutions, and linear layers until they are prepacked, compute in
+    float32 where torch runs them in loops: over the patches of an image one took longer than all layers behind it.
+    """
+    if model.device.type != "cpu":
         return
+    in_loops = model.dtype == bfloat16 and not ops.mkldnn._is_mkldnn_bf16_supported()
     for module in (module for encoder in encoders(model) for module in encoder.modules()):
-        if (isinstance(module, _ConvNd) or type(module) is nn.Linear) and not is_watched(module):
+        if in_loops and (isinstance(module, _ConvNd) or type(module) is nn.Linear) and not is_watched(module):
             module.forward = OwnForward(_in_float32, module)  # type: ignore[method-assign]
+        if type(module) is nn.Conv2d and module.stride == module.kernel_size:
+            module.register_forward_hook(_one_by_one)
+
+
+def _one_by_one(module: nn.Module, args: Any, output: Tensor) -> Tensor:
+    return output.contiguous(memory_format=channels_last)
 
 
 def _in_float32(module: Any, x: Tensor) -> Tensor:

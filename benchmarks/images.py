@@ -328,9 +328,9 @@ async def _asks(llm: AsyncLLM, prompts: Sequence[dict[str, Any]], seconds: float
     return await asyncio.gather(*map(ask, range(len(prompts))))
 
 
-async def beside(seconds: float, num_rounds: int, options: dict[str, Any]) -> None:
+async def beside(seconds: float, num_rounds: int, dtype: str, options: dict[str, Any]) -> None:
     """Measure streams of text, alone and beside images, in turn."""
-    model, processor = make()
+    model, processor = make(dtype)
     gaps: dict[bool, list[float]] = {False: [], True: []}
     waits: list[float] = []
     draw = np.random.default_rng(1)
@@ -377,7 +377,7 @@ def main() -> None:
     elif arguments.text:
         compare_text(arguments.rounds, options)
     elif arguments.beside:
-        asyncio.run(beside(arguments.beside, arguments.rounds, options))
+        asyncio.run(beside(arguments.beside, arguments.rounds, arguments.dtype, options))
     else:
         more = {"with_llamacpp": arguments.llamacpp}
         compare(arguments.pages, arguments.rounds, arguments.shape, arguments.dtype, options, **more)

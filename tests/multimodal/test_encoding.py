@@ -4,6 +4,8 @@ import copy
 import inspect
 import threading
 import time
+from collections import OrderedDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +16,7 @@ from inflight.contracts.step.plan import StepPlan
 from inflight.engine import step_feedback
 from inflight.engine.step_feedback import PrefillLimit
 from inflight.entrypoints.inputs import read_prompt
-from inflight.execution.multimodal import encoder_outputs, item_proofs
+from inflight.execution.multimodal import encoder_outputs, item_proofs, slices
 from inflight.execution.multimodal.slices import Sliced
 from tests.multimodal.models import image, with_processor
 
@@ -75,7 +77,8 @@ def test_texts_go_on_while_images_are_encoded_module_by_module(
     expected = Engine(monkeypatch, model_type).answers(*PROMPTS)
     engine = Engine(monkeypatch, model_type, speculation="off")
     monkeypatch.setattr(step_feedback, "BACKGROUND_SECONDS", 0.0)  # a module's call at a time
-    engine.llm.engine.feedback.prefill_limit = PrefillLimit(stretch=0.0)
+    monkeypatch.setattr(step_feedback, "ENCODING_STRETCH", 0.0)
+    engine.llm.engine.feedback.prefill_limit = PrefillLimit()
     assert engine.answers(*PROMPTS) == expected
     assert len(engine.encoded) == len(set(engine.encoded)) == len({0, 1, 2, 3}), "each once"
     assert engine.num_calls > 20
@@ -157,7 +160,7 @@ def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) ->
     engine.answers(("<image>", [0]))
     monkeypatch.setattr(step_feedback, "BACKGROUND_SECONDS", 0.0)
     inner = engine.llm.engine
-    inner.feedback.prefill_limit = PrefillLimit(stretch=0.0)
+    inner.feedback.prefill_limit = PrefillLimit()
     read = read_prompt({"prompt": "<image>?", "images": [image(1)]}, engine.llm.tokenizer)
     inner.submit(inner.inputs.accept("a", read.token_ids, GREEDY, multimodal=read.multimodal))
     for _ in range(5):
@@ -171,18 +174,43 @@ def test_an_aborted_request_leaves_no_thread(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_sliced_computation_pauses_between_modules() -> None:
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
     given = torch.ones(1, 2)
-    sliced = Sliced(lambda: layers(given), layers)
+    sliced = Sliced(lambda: layers(given), layers.named_children())
     results = [sliced.resume(time.monotonic()) for _ in range(5)]
     assert results[:4] == [None] * 4
     assert torch.equal(results[4], layers(given))
-    failing = Sliced(lambda: layers(torch.ones(1, 3)), layers)
+    failing = Sliced(lambda: layers(torch.ones(1, 3)), layers.named_children())
     assert failing.resume(time.monotonic()) is None
     with pytest.raises(RuntimeError, match="shapes"):
         failing.resume(time.monotonic() + 60)
-    unused = Sliced(lambda: layers(given), layers)
+    unused = Sliced(lambda: layers(given), layers.named_children())
     unused.abandon()
-    half = Sliced(lambda: layers(given), layers)
+    half = Sliced(lambda: layers(given), layers.named_children())
     half.resume(time.monotonic())
     half.abandon()
     assert "inflight-turns" not in {each.name for each in threading.enumerate()}
     assert not any(layer._forward_pre_hooks for layer in layers)
+
+
+def test_a_slice_ends_before_a_module_that_would_take_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ran = [0.0], list[int]()
+
+    class Taking(torch.nn.Module):
+        def __init__(self, seconds: int) -> None:
+            super().__init__()
+            self.seconds = seconds
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            now[0] += self.seconds
+            ran.append(self.seconds)
+            return x
+
+    monkeypatch.setattr(slices, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    parts = [torch.nn.Sequential(OrderedDict(short=Taking(1), long=Taking(5))) for _ in range(3)]
+    blocks = torch.nn.Sequential(*parts)
+    named = [(name, each) for name, each in blocks.named_modules() if isinstance(each, Taking)]
+    sliced = Sliced(lambda: blocks(torch.ones(1)), named)
+    found = []
+    while sliced.resume(now[0] + 4) is None:
+        found.append(ran.copy())
+        ran.clear()
+    assert [*found, ran] == [[1, 5], [1], [5], [1], [5]]

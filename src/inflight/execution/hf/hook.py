@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
@@ -75,15 +76,16 @@ def with_attention(model: PreTrainedModel, name: str) -> Iterator[None]:
         restore_attention(model, in_use)
 
 
-def _configurations(model: PreTrainedModel) -> Iterator[PreTrainedConfig]:
+_found: WeakKeyDictionary[PreTrainedModel, list[PreTrainedConfig]] = WeakKeyDictionary()
+
+
+def _configurations(model: PreTrainedModel) -> list[PreTrainedConfig]:
     """The configurations of a model and of all modules in it, except its encoders of images and sound."""
-    apart = {module for encoder in encoders(model) for module in encoder.modules()}
-    for module in model.modules():
-        if module in apart:
-            continue
-        config = getattr(module, "config", None)
-        if isinstance(config, PreTrainedConfig):
-            yield config
+    if model not in _found:
+        apart = {module for encoder in encoders(model) for module in encoder.modules()}
+        configs = (getattr(module, "config", None) for module in model.modules() if module not in apart)
+        _found[model] = list({id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values())
+    return _found[model]
 
 
 @contextmanager

@@ -222,7 +222,7 @@ class EncoderOutputs:
                 output = encode(self._model, item)
             else:
                 if begun is None:
-                    modules = [module for part in encoders(self._model) for module in part.modules()]
+                    modules = [each for part in encoders(self._model) for each in part.named_modules()]
                     begun = item.digest, Sliced(lambda: encode(self._model, item), modules)
                 output = begun[1].resume(end)
         if output is None:

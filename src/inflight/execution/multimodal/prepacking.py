@@ -58,14 +58,16 @@ def prepare_encoders(model: PreTrainedModel) -> None:
         return
     in_loops = model.dtype == bfloat16 and not ops.mkldnn._is_mkldnn_bf16_supported()
     for module in (module for encoder in encoders(model) for module in encoder.modules()):
-        if in_loops and (isinstance(module, _ConvNd) or type(module) is nn.Linear) and not is_watched(module):
+        if is_watched(module):
+            continue
+        if in_loops and (isinstance(module, _ConvNd) or type(module) is nn.Linear):
             module.forward = OwnForward(_in_float32, module)  # type: ignore[method-assign]
         if type(module) is nn.Conv2d and module.stride == module.kernel_size:
-            module.register_forward_hook(_one_by_one)
+            module.forward = OwnForward(_one_by_one, module.forward)  # type: ignore[method-assign]
 
 
-def _one_by_one(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    return output.contiguous(memory_format=channels_last)
+def _one_by_one(forward: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    return forward(x).contiguous(memory_format=channels_last)
 
 
 def _in_float32(module: Any, x: Tensor) -> Tensor:

@@ -192,5 +192,5 @@ def test_a_servers_marks_become_placeholders() -> None:
     finally:
         READING.reset(token)
     assert text == f"A{AUDIO_TOKEN}B\n[image omitted: it cannot be read here]\n"
-    assert items == {"image": [], "audio": [url(b"a")]}
+    assert items == {"image": [], "audio": [url(b"a")], "video": []}
     assert reading.ignored == ["image"]

@@ -58,6 +58,14 @@ def test_an_answer_is_that_of_the_plain_model(llm: LLM) -> None:
     assert llm.model_info.input_modalities == ("audio",)
 
 
+def test_the_chat_in_the_terminal(server: RunningServer, llm: LLM, tmp_path: Path, command: Command) -> None:
+    (tmp_path / "talk.wav").write_bytes(file_of(sound(0)))
+    lines = f"/audio {tmp_path / 'talk.wav'}\nWhat is this?\n"
+    done = command("chat", "--url", server.url, "--max-tokens", NUM_TOKENS, "--temperature", 0, stdin=lines)
+    assert done.stdout == answer(llm, "What is this?") + "\n", done.stderr
+    assert "(sounds of the next message: 1)" in done.stderr
+
+
 @pytest.mark.parametrize("sent", ["data", "data URL", "address"])
 def test_chat_completions(server: RunningServer, llm: LLM, sent: str) -> None:
     data = base64.b64encode(file_of(sound(0))).decode()

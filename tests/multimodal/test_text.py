@@ -68,7 +68,7 @@ def test_a_checkpoint_that_names_its_multimodal_class_is_loaded_by_it(tmp_path: 
     llm = LLM(tmp_path, dtype="float32", num_blocks=64)
     assert llm.model_info.model_class == "Qwen3_5ForConditionalGeneration"
     assert (llm.model_info.executor, llm.model_info.is_recorded) == ("packed", kernels_available())
-    assert llm.model_info.input_modalities == ("image",)
+    assert llm.model_info.input_modalities == ("image", "video")
     assert generated(llm) == plain(tmp_path)
 
 

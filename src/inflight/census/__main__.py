@@ -7,7 +7,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 
 def main() -> None:
-    """`python -m inflight.census MODEL_TYPE [--peer] [--with images|sounds]`."""
+    """`python -m inflight.census MODEL_TYPE [--peer] [--with images|sounds|videos]`."""
     parser = argparse.ArgumentParser(prog="python -m inflight.census")
     parser.add_argument("model_type")
     parser.add_argument("--peer", action="store_true")

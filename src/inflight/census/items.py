@@ -1,4 +1,4 @@
-"""Examines a class with images or sounds: compares the engine's tokens with those of the plain model's `generate`."""
+"""Examines a class with images, sounds or videos: compares tokens with those of the plain model's `generate`."""
 
 import copy
 import time
@@ -14,7 +14,13 @@ from transformers import GenerationMixin, PreTrainedModel, ProcessorMixin
 from inflight.census.finding import Finding, first_line
 from inflight.census.sensitive import Sensitivity, build, sensitive_model
 from inflight.census.tiny_configs import CLASSES_WITH, whole_config
-from inflight.census.tiny_processors import multimodal_class, random_image, random_sound, tiny_with_processor
+from inflight.census.tiny_processors import (
+    multimodal_class,
+    random_image,
+    random_sound,
+    random_video,
+    tiny_with_processor,
+)
 from inflight.contracts.api.errors import InvalidRequestError, ModelError
 from inflight.contracts.api.params import SamplingParams
 from inflight.contracts.step.multimodal import KINDS
@@ -39,13 +45,13 @@ WITH_ONE: tuple[tuple[str, tuple[int, ...]], ...] = (
     ("What is {0} fox, and why", (0,)),
     ("a{0}b", (2,)),
 )
-"""With one a prompt: of sounds, many processors take no more."""
+"""With one a prompt: of sounds and videos, many processors take no more."""
 BUDGETS = (24, 1024)
 """Tokens of a step: chunks end within images; or, where images run whole, room for the largest."""
 
 
 def examine_with(items: str, model_type: str) -> Finding:
-    """Examine a class of `CLASSES_WITH` with "images" or "sounds"."""
+    """Examine a class of `CLASSES_WITH` with "images", "sounds" or "videos"."""
     start = time.perf_counter()
     kind = next(kind for kind, name in KINDS.items() if name == items)
     finding = Finding(model_type, CLASSES_WITH[items][model_type], "not built")
@@ -111,19 +117,22 @@ def _with_expected(model: PreTrainedModel, processor: ProcessorMixin, kind: str)
 
 def _prompts(processor: ProcessorMixin, kind: str, given: Sequence[tuple[str, tuple[int, ...]]]) -> Prompts:
     reader = Processor(processor).of(kind)
-    name, made = "images", cast("Callable[[int], Any]", random_image)
+    name, made = f"{kind}s", cast("Callable[[int], Any]", random_video if kind == "video" else random_image)
     if kind == "audio":
-        name, made = "audios", partial(random_sound, reader.sampling_rate)
+        made = partial(random_sound, reader.sampling_rate)
     return [{"prompt": text.format(reader.placeholder), name: list(map(made, which))} for text, which in given]
 
 
 @torch.no_grad()
 def _plain(model: PreTrainedModel, processor: ProcessorMixin, prompt: dict[str, Any]) -> tuple[list[int], torch.Tensor]:
     """The plain model's tokens, and the logits `[NUM_TOKENS, V]` from which they were chosen."""
-    given = {name: each for name, each in (("images", prompt.get("images")), ("audio", prompt.get("audios"))) if each}
+    names = {"images": "images", "audio": "audios", "videos": "videos"}
+    given: dict[str, Any] = {name: prompt[each] for name, each in names.items() if prompt.get(each)}
     if given:
+        given |= {"do_sample_frames": False, "return_metadata": True} if "videos" in given else {}
         types = {"return_mm_token_type_ids": True} if "mm_token_type_ids" in forward_parameters(model) else {}
         read: Any = processor(text=prompt["prompt"], return_tensors="pt", **given, **types).to(model.dtype)
+        read.pop("video_metadata", None)
     else:
         read = processor.tokenizer(prompt["prompt"], return_tensors="pt", return_token_type_ids=False)
     output: Any = copy.deepcopy(model).generate(

@@ -38,7 +38,16 @@ census of text.
 """
 
 
-GIVEN = {"images": "up to three images of odd sizes", "sounds": "a sound of one of three lengths, or none,"}
+GIVEN = {
+    "images": "up to three images of odd sizes",
+    "sounds": "a sound of one of three lengths, or none,",
+    "videos": "a video of two to six frames, or none,",
+}
+CLASSES = {
+    "images": "image-text-to-text",
+    "sounds": "a multimodal one with a feature extractor",
+    "videos": "a multimodal one with a video processor",
+}
 
 
 def versions() -> dict[str, str]:
@@ -63,7 +72,7 @@ def to_markdown(
 
     Args:
         names: the classes and model types that were asked for; none: all were.
-        items: what prompts had besides text: "images" or "sounds".
+        items: what prompts had besides text: "images", "sounds" or "videos".
     """
     findings = _ordered(findings)
     causal = [each for each in findings if each.outcome not in NO_CAUSAL_LM]
@@ -95,7 +104,7 @@ def _introduction(names: Sequence[str], items: str) -> str:
     whole = "a causal language model or to a multimodal one, given text alone"
     some = "causal language models and to multimodal ones, given text alone"
     if items:
-        whole = some = {"images": "image-text-to-text", "sounds": "a multimodal one with a feature extractor"}[items]
+        whole = some = CLASSES[items]
     classes = f"every class that `transformers` maps to {whole}"
     if names:
         classes = f"{', '.join(f'`{name}`' for name in names)}, out of the classes that `transformers` maps to {some}"

@@ -26,7 +26,7 @@ def run_census(
     Args:
         timeout: seconds that each class may take, including imports.
         peer: whether `transformers`' own continuous batching runs each model, too.
-        items: what prompts have besides text: "images" or "sounds".
+        items: what prompts have besides text: "images", "sounds" or "videos".
         on_finding: called with each finding as it arrives, from some thread.
     """
 

@@ -21,6 +21,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
+from transformers.models.auto.video_processing_auto import VIDEO_PROCESSOR_MAPPING_NAMES
 
 CLASSES = {**MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 """The class of each model type that writes text: of text alone where there is one."""
@@ -32,8 +33,13 @@ CLASSES_WITH: dict[str, dict[str, str]] = {
         for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
         if model_type in FEATURE_EXTRACTOR_MAPPING_NAMES or "omni" in model_type
     },
+    "videos": {
+        model_type: name
+        for model_type, name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES.items()
+        if model_type in VIDEO_PROCESSOR_MAPPING_NAMES
+    },
 }
-"""The class of each model type that reads images, or sounds, and writes text."""
+"""The class of each model type that reads images, sounds or videos, and writes text."""
 
 VOCAB_SIZE = 256
 NUM_LAYERS = 4

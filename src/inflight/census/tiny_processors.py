@@ -1,4 +1,4 @@
-"""Makes a tiny model that reads images or sounds, and its own processor, with tiny settings.
+"""Makes a tiny model that reads images, sounds or videos, and its own processor, with tiny settings.
 
 The classes of configurations and processors use a handful of names for the same things; what these cannot do is in the
 tables. Needs Pillow; the processors of some classes torchvision.
@@ -265,7 +265,7 @@ def tiny_with_processor(model_type: str, kind: str = "image") -> tuple[PreTraine
         raise ValueError(f"it has no processor of {KINDS[kind]}")
     _agree(model_type, config, processor)
     unknown = [name for name in _NUM_TOKENS if name not in PROCESSORS.get(model_type, {})]
-    if kind == "image" and any(hasattr(processor, name) for name in unknown):
+    if kind != "audio" and any(hasattr(processor, name) for name in unknown):
         processor = _processor(model_type, config, _num_rows(model_type, config, processor))
         _agree(model_type, config, processor)
     return config, processor
@@ -282,6 +282,12 @@ def random_sound(sampling_rate: int, number: int) -> NDArray[np.float32]:
     """A random sound, `[num_samples]`; those of different numbers differ in length, too."""
     length = int((0.5, 1.3, 2.0)[number % 3] * sampling_rate)
     return (np.random.default_rng(number).normal(size=length) / 10).astype(np.float32)
+
+
+def random_video(number: int) -> NDArray[np.uint8]:
+    """Random frames, `[num_frames, height, width, 3]`; those of different numbers differ in size, too."""
+    num_frames, height, width = ((4, 32, 40), (6, 64, 32), (2, 32, 32))[number % 3]
+    return np.random.default_rng(number).integers(0, 256, (num_frames, height, width, 3), dtype=np.uint8)
 
 
 def _of(mapping: Any, model_type: str) -> Any:
@@ -318,7 +324,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
     given = {
         "image_processor": images,
         "tokenizer": _tokenizer(model_type),
-        "video_processor": video and video(),
+        "video_processor": video and video(**_sizes(video, config, vision)),
         "feature_extractor": sound and sound(**of_sound),
         "audio_processor": sound and sound(),
         "num_additional_image_tokens": 1,
@@ -336,7 +342,7 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
 
 
 def _sizes(image_class: type, config: PreTrainedConfig, vision: PreTrainedConfig) -> dict[str, Any]:
-    """Arguments of an image processor that fit a tiny encoder."""
+    """Arguments of a processor of images or videos that fit a tiny encoder."""
     side, patch = (_first(getattr(vision, name, None)) for name in ("image_size", "patch_size"))
     side, patch = side or SIDE, patch or 8
     merge = getattr(vision, "spatial_merge_size", None) or getattr(config, "spatial_merge_size", None) or 2

@@ -22,6 +22,7 @@ from inflight.cli.options import quiet_libraries
 @click.option("--jobs", type=click.IntRange(min=1), default=1, help="Classes examined at once.")
 @click.option("--images", "items", flag_value="images", help="Examine the classes that read images, with images.")
 @click.option("--sounds", "items", flag_value="sounds", help="Examine the classes that read sounds, with sounds.")
+@click.option("--videos", "items", flag_value="videos", help="Examine the classes that read videos, with videos.")
 @click.option("--peer", is_flag=True, help="Let transformers' own continuous batching run each model, too.")
 @click.option(
     "--min-exact",

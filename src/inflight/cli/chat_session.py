@@ -13,12 +13,13 @@ import sys
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import aclosing, closing, suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from inflight.contracts.step.multimodal import KINDS, NOUNS
 from inflight.engine.admission import why_none_of
 from inflight.loadtest.openai_client import OpenAIClient, ServerError
-from inflight.text.media import open_image
 
 if TYPE_CHECKING:
     from inflight.contracts.api.params import SamplingParams
@@ -28,7 +29,8 @@ HELP = """\
 /help              show this help
 /reset             forget the conversation
 /system TEXT       use TEXT as the system prompt from now on; without TEXT, use none
-/image PATH        attach an image to the next message; without PATH, attach none
+/image PATH        attach an image to the next message; without PATH, attach none;
+                   likewise /audio and /video
 /params            show the sampling parameters
 /params KEY=VALUE  set a parameter, such as temperature=0.7; KEY= restores the default
 /quit              end the chat (so does Ctrl-D)
@@ -53,8 +55,8 @@ class ChatBackend(Protocol):
     def check_system(self, text: str) -> None:
         """Raise `ValueError` if system prompts are not supported."""
 
-    def image_part(self, path: Path) -> dict[str, Any]:
-        """Return an image as a part of a message. Raises `ValueError` if it, or any, cannot be read."""
+    def item_part(self, kind: str, path: Path) -> dict[str, Any]:
+        """Return an image, sound or video as a part of a message. Raises `ValueError` if it, or any, cannot be read."""
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         """Stream the answer and return its finish reason. Raises `AnswerError`, `ValueError`."""
@@ -74,10 +76,11 @@ class EngineAnswerer:
         if self._llm.tokenizer is not None:
             self._llm.tokenizer.chat([{"role": "system", "content": text}, {"role": "user", "content": "?"}])
 
-    def image_part(self, path: Path) -> dict[str, Any]:
-        if (why_not := why_none_of("image", self._llm.model_info)) is not None:
-            raise ValueError(f"there can be no images: {why_not}")
-        return {"type": "image", "image": open_image(path)}
+    def item_part(self, kind: str, path: Path) -> dict[str, Any]:
+        if (why_not := why_none_of(kind, self._llm.model_info)) is not None:
+            raise ValueError(f"there can be no {KINDS[kind]}: {why_not}")
+        assert self._llm.tokenizer is not None
+        return {"type": kind, kind: self._llm.tokenizer.processor.of(kind).open(path)}
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         finish_reason = None
@@ -111,20 +114,22 @@ class ServerAnswerer:
     def check_system(self, text: str) -> None:
         pass
 
-    def image_part(self, path: Path) -> dict[str, Any]:
+    def item_part(self, kind: str, path: Path) -> dict[str, Any]:
         modalities = None
         with suppress(AnswerError):  # not every server has this endpoint
             modalities = asyncio.run(self._ask(lambda client: client.card(self._model))).input_modalities
-        if modalities is not None and "image" not in modalities:
-            raise ValueError(f"there can be no images: {self._model} reads none")
+        if modalities is not None and kind not in modalities:
+            raise ValueError(f"there can be no {KINDS[kind]}: {self._model} reads none")
         try:
             data = base64.b64encode(path.read_bytes()).decode()
         except OSError as error:
-            raise ValueError(f"an image cannot be read: {error}") from error
-        kind = mimetypes.guess_type(path.name, strict=False)[0] or ""
-        if not kind.startswith("image/"):
-            raise ValueError(f"an image cannot be read: {path.name!r} is not the name of one")
-        return {"type": "image_url", "image_url": {"url": f"data:{kind};base64,{data}"}}
+            raise ValueError(f"{NOUNS[kind]} cannot be read: {error}") from error
+        media_type = mimetypes.guess_type(path.name, strict=False)[0] or ""
+        if not media_type.startswith((f"{kind}/", "image/gif")):
+            raise ValueError(f"{NOUNS[kind]} cannot be read: {path.name!r} is not the name of one")
+        if kind == "audio":
+            return {"type": "input_audio", "input_audio": {"data": data, "format": path.suffix[1:]}}
+        return {"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{media_type};base64,{data}"}}
 
     def answer(self, messages: Messages, params: Mapping[str, Any], show: Callable[[str], None]) -> str | None:
         body = json.dumps({"model": self._model, "messages": messages, "stream": True, **params})
@@ -161,14 +166,14 @@ class ChatSession:
         system: the system prompt; None: there is none.
         params: the sampling parameters that were set.
         messages: the conversation, without the system prompt.
-        images: parts of the next message.
+        items: parts of the next message, by kind.
     """
 
     answerer: ChatBackend
     system: str | None = None
     params: dict[str, Any] = field(default_factory=dict)
     messages: Messages = field(default_factory=list)
-    images: list[dict[str, Any]] = field(default_factory=list)
+    items: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def take(self, line: str) -> bool:
         """Handle a line and return whether the chat continues.
@@ -190,8 +195,8 @@ class ChatSession:
                 self.messages.clear()
             case "/system":
                 self._set_system(rest.strip())
-            case "/image":
-                self._attach(rest.strip())
+            case "/image" | "/audio" | "/video":
+                self._attach(command[1:], rest.strip())
             case "/params":
                 self._set(rest.strip())
             case _:
@@ -211,18 +216,20 @@ class ChatSession:
                 raise ValueError(f"there can be no system prompt: {error}") from error
         self.system = text or None
 
-    def _attach(self, path: str) -> None:
-        """Attach an image to the next message, or none."""
-        self.images = [*self.images, self.answerer.image_part(Path(os.path.expanduser(path)))] if path else []
-        tell(f"(images of the next message: {len(self.images)})")
+    def _attach(self, kind: str, path: str) -> None:
+        """Attach an image, sound or video to the next message, or none."""
+        added = [self.answerer.item_part(kind, Path(os.path.expanduser(path)))] if path else []
+        self.items[kind] = [*self.items.get(kind, ()), *added] if path else []
+        tell(f"({KINDS[kind]} of the next message: {len(self.items[kind])})")
 
     def _say(self, text: str) -> None:
         """Send a message and show the answer. The shown part of a stopped answer is kept; a failed answer and its
         message are dropped."""
         before, pieces = list(self.messages), list[str]()
-        content = [*self.images, {"type": "text", "text": text}] if self.images else text
+        items = list(chain.from_iterable(self.items.values()))
+        content = [*items, {"type": "text", "text": text}] if items else text
         self.messages.append({"role": "user", "content": content})
-        self.images = []
+        self.items = {}
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
 
         def show(piece: str) -> None:

@@ -32,8 +32,9 @@ class ReadPrompt(NamedTuple):
 
 Prompt: TypeAlias = str | Sequence[int] | Mapping[str, Any] | ReadPrompt
 """Text, token ids, or a dict with "prompt", "prompt_token_ids" or "messages" (and "cache_salt", if it has one). A
-"prompt" may have "images" (see `ImageSource`) and "audios" (see `SoundSource`), and messages parts `{"type": "image",
-"image": …}` and `{"type": "audio", "audio": …}`, or OpenAI's of type "input_audio". Or what `read_prompt` returned."""
+"prompt" may have "images" (see `ImageSource`), "audios" (see `SoundSource`) and "videos" (see `VideoSource`), and
+messages parts such as `{"type": "image", "image": …}`, or OpenAI's of type "input_audio". Or what `read_prompt`
+returned."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 """A chat: dicts with "role" and "content"."""
@@ -43,7 +44,7 @@ TEMPLATE_OPTIONS = {"chat_template", "tools", "add_generation_prompt", "continue
 
 
 def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
-    """Tokenize a prompt, and process its images and sounds, unless it is read already. Raises `InvalidRequestError`."""
+    """Tokenize a prompt, and process its images, sounds and videos, unless it is read. Raises `InvalidRequestError`."""
     if isinstance(prompt, ReadPrompt):
         return prompt
     if isinstance(prompt, str):
@@ -53,12 +54,12 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
         return ReadPrompt(prompt, _needed(tokenizer, "text").encode(prompt))
     if isinstance(prompt, Mapping):
         kind = next((key for key in ("prompt", "prompt_token_ids", "messages") if key in prompt), None)
-        more = TEMPLATE_OPTIONS if kind == "messages" else {"images", "audios"} if kind == "prompt" else set()
+        more = TEMPLATE_OPTIONS if kind == "messages" else {"images", "audios", "videos"} if kind == "prompt" else set()
         extra = set(prompt) - {kind, "cache_salt"} - more
         if kind is None or extra:
             raise InvalidRequestError(
                 'a prompt given as a dict must have the key "prompt", "prompt_token_ids" or "messages" and no '
-                'other but "cache_salt" (and "images" and "audios" beside a "prompt"); it has '
+                'other but "cache_salt" (and "images", "audios" and "videos" beside a "prompt"); it has '
                 f"{sorted(map(str, prompt))}"
             )
         salt = prompt.get("cache_salt")
@@ -70,10 +71,10 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
             text = known.render_chat(messages, **_options(prompt))
             token_ids, multimodal = known.processor.read(text, *items.values(), add_special_tokens=False)
             return ReadPrompt(None, token_ids, salt, multimodal)
-        images, sounds = prompt.get("images") or (), prompt.get("audios") or ()
-        if len(images) or len(sounds):
+        given = [prompt.get(name) or () for name in ("images", "audios", "videos")]
+        if any(map(len, given)):
             _check_text(prompt["prompt"])
-            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], images, sounds)
+            token_ids, multimodal = _needed(tokenizer, "text").processor.read(prompt["prompt"], *given)
             return ReadPrompt(prompt["prompt"], token_ids, salt, multimodal)
         return read_prompt(prompt[kind], tokenizer)._replace(cache_salt=salt)
     if isinstance(prompt, Sequence) and not isinstance(prompt, str | bytes | ReadPrompt):
@@ -82,7 +83,7 @@ def read_prompt(prompt: Prompt, tokenizer: Tokenizer | None) -> ReadPrompt:
 
 
 def split_items(messages: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, list[Any]]]:
-    """Messages whose parts of images and sounds only mark a place, and what is in these places, by kind."""
+    """Messages whose parts of images, sounds and videos only mark a place, and what is in these places, by kind."""
     items: dict[str, list[Any]] = {kind: [] for kind in KINDS}
 
     def marked(part: Any) -> Any:

@@ -1,4 +1,4 @@
-"""`open_image`, `open_sound`: open what a prompt has besides text.
+"""`open_image`, `open_sound`, `open_video`: open what a prompt has besides text.
 
 Pillow, soundfile and soxr are imported with the first item that needs them.
 """
@@ -12,13 +12,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import TYPE_CHECKING, Any, BinaryIO, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
-    from numpy import float32
+    from numpy import float32, uint8
     from numpy.typing import NDArray
     from PIL.Image import Image
 
@@ -29,8 +30,14 @@ SoundSource: TypeAlias = Any
 """A path, a file's bytes, a data URL (`data:audio/wav;base64,…`), an array `[num_samples]` of floats at the processor's
 sampling rate, or a tuple of one and its own sampling rate."""
 
+VideoSource: TypeAlias = Any
+"""The frames, as a list of images or an array `[num_frames, height, width, 3]` uint8; a data URL of them, separated by
+commas (`data:video/jpeg;base64,…,…`); or the source of an animated image, such as a GIF."""
+
 MAX_SAMPLES = 2**26
 """Of a sound, in all its channels, and once it is resampled: 70 minutes at 16 kHz."""
+MAX_PIXELS = 2**26
+"""Of all frames of a video."""
 NEEDS = (
     "images need Pillow (pip install 'inflight-llm[images]'), sounds soundfile and soxr (pip install "
     "'inflight-llm[audio]'), and many models' processors torchvision or torchaudio"
@@ -74,22 +81,50 @@ def _reading(what: str, source: Any, library: str, unknown: type[Exception]) -> 
 
 def open_image(source: ImageSource) -> Image:
     """An image in RGB, turned as its file says. Raises `InvalidRequestError`, in one sentence."""
+    (image,) = _open_frames("an image", source)
+    return image
+
+
+def open_video(source: VideoSource) -> NDArray[uint8]:
+    """The frames of a video in RGB, `[num_frames, height, width, 3]`. Raises `InvalidRequestError`, in one sentence."""
+    if isinstance(source, str) and (head := _DATA_URL.match(source)) and "," in source[head.end() :]:
+        source = [head[0] + frame for frame in source[head.end() :].split(",")]
+    is_sequence = isinstance(source, list | tuple) or getattr(source, "ndim", 0) == 4
+    parts = (_open_frames("a video", each, whole=not is_sequence) for each in (source if is_sequence else [source]))
+    frames, num_pixels = [], 0
+    for frame in chain.from_iterable(parts):
+        frames.append(frame)
+        num_pixels += frame.width * frame.height
+        if num_pixels > MAX_PIXELS:
+            raise InvalidRequestError(f"the frames of a video have more than {MAX_PIXELS} pixels; that is too large")
+    if len({frame.size for frame in frames}) != 1:
+        raise InvalidRequestError(f"a video has {'frames of several sizes' if frames else 'no frames'}")
+
+    import numpy as np
+
+    return np.stack([np.asarray(frame) for frame in frames])
+
+
+def _open_frames(what: str, source: ImageSource, *, whole: bool = False) -> Iterator[Image]:
+    """The image of a source, or all images of an animated one, as they are in turn."""
     try:
         import PIL.Image
         import PIL.ImageOps
+        import PIL.ImageSequence
     except ImportError as error:
         raise InvalidRequestError(NEEDS) from error
-    with _reading("an image", source, "Pillow", PIL.UnidentifiedImageError), _opened(source) as file:
+    with _reading(what, source, "Pillow", PIL.UnidentifiedImageError), _opened(source) as file:
         try:
             if isinstance(source, PIL.Image.Image):
                 image = source
             else:
                 image = PIL.Image.fromarray(source) if file is None else PIL.Image.open(file)
             if image.width * image.height > (PIL.Image.MAX_IMAGE_PIXELS or 0):
-                raise InvalidRequestError(f"an image has {image.width} x {image.height} pixels; that is too large")
-            return PIL.ImageOps.exif_transpose(image).convert("RGB")
+                raise InvalidRequestError(f"{what} has {image.width} x {image.height} pixels; that is too large")
+            for frame in PIL.ImageSequence.Iterator(image) if whole else [image]:
+                yield PIL.ImageOps.exif_transpose(frame).convert("RGB")
         except PIL.Image.DecompressionBombError as error:
-            raise InvalidRequestError(f"an image is too large: {one_line(error)}") from error
+            raise InvalidRequestError(f"{what} is too large: {one_line(error)}") from error
 
 
 def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:

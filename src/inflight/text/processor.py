@@ -1,4 +1,4 @@
-"""`Processor`: reads a prompt with images and sounds, by the checkpoint's own `AutoProcessor`.
+"""`Processor`: reads a prompt with images, sounds and videos, by the checkpoint's own `AutoProcessor`.
 
 That decides about sizes, tiles, chunks and placeholder tokens. Torch is imported with the first item.
 """
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.step.multimodal import KINDS, Array, EncoderInput, MultimodalInputs, placeholder_id
-from inflight.text.media import NEEDS, ImageSource, SoundSource, open_image, open_sound
+from inflight.text.media import NEEDS, ImageSource, SoundSource, VideoSource, open_image, open_sound, open_video
 from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
@@ -33,9 +33,13 @@ BEFORE, AFTER = "Quixotic", "Zephyrus"
 _OF_THE_PROMPT = ("input_ids", "attention_mask")
 _OF_THE_ENCODER = ("pixel_", "image_patches", "input_features", "input_values", "padding_mask", "audio_input_ids")
 """Beginnings of the names of what only an encoder reads."""
-_ARGUMENTS = {"image": "images", "audio": "audio"}
+_ARGUMENTS = {"image": "images", "audio": "audio", "video": "videos"}
 """Of a processor's call, by kind of item."""
-_PARTS = {"image": ("image_processor",), "audio": ("audio_processor", "feature_extractor")}
+_PARTS = {
+    "image": ("image_processor",),
+    "audio": ("audio_processor", "feature_extractor"),
+    "video": ("video_processor",),
+}
 """A processor's attributes, of which one reads the items of a kind."""
 
 
@@ -103,10 +107,12 @@ class Processor:
         text: str | list[int],
         images: Sequence[ImageSource] = (),
         sounds: Sequence[SoundSource] = (),
+        videos: Sequence[VideoSource] = (),
         *,
         add_special_tokens: bool = True,
     ) -> tuple[list[int], MultimodalInputs]:
-        """The token ids of a text, with placeholders for its images and sounds, and what the model needs of these.
+        """The token ids of a text, with placeholders for its images, sounds and videos, and what the model needs of
+        these.
 
         Args:
             text: token ids only where `prompts_decoder`.
@@ -114,7 +120,7 @@ class Processor:
         Raises:
             InvalidRequestError: there are too many, one cannot be read, or the text has not as many places.
         """
-        given = {kind: each for kind, each in (("image", images), ("audio", sounds)) if len(each)}
+        given = {kind: each for kind, each in zip(KINDS, (images, sounds, videos), strict=True) if len(each)}
         self.check_numbers({kind: len(each) for kind, each in given.items()})
         opened = {kind: [self.of(kind).open(source) for source in each] for kind, each in given.items()}
         if self.prompts_decoder:
@@ -184,9 +190,11 @@ class Reader:
         """The longest sound that the processor takes whole, in samples; None: any."""
         return self._part.most_samples
 
-    def open(self, source: ImageSource | SoundSource) -> Any:
+    def open(self, source: ImageSource | SoundSource | VideoSource) -> Any:
         """An item as the processor takes it. Raises `InvalidRequestError`."""
-        return open_image(source) if self.kind == "image" else open_sound(source, self.sampling_rate)
+        if self.kind == "audio":
+            return open_sound(source, self.sampling_rate)
+        return open_image(source) if self.kind == "image" else open_video(source)
 
     def items(self, opened: Sequence[Any], token_ids: Sequence[int]) -> list[EncoderInput]:
         """The items of a prompt, each read alone.
@@ -250,12 +258,13 @@ class Reader:
         return next((each for each in tokens if each and self._sample(each)), f"<{self.kind}>")
 
     def _sample(self, placeholder: str) -> list[int]:
-        """The token ids of a small black image, or of a second of silence; empty: the processor does not take this text
-        for one."""
+        """The token ids of a small black image, of two as a video, or of a second of silence; empty: the processor does
+        not take this text for one."""
         import numpy as np
 
-        rate = self.sampling_rate if self.kind == "audio" else 0
-        small = np.zeros(rate, np.float32) if rate else np.zeros((SAMPLE_SIDE, SAMPLE_SIDE, 3), np.uint8)
+        small: Any = np.zeros((SAMPLE_SIDE, SAMPLE_SIDE, 3), np.uint8)
+        if self.kind != "image":
+            small = np.zeros(self.sampling_rate, np.float32) if self.kind == "audio" else [small] * 2
         try:
             processed = _process(self._inner, placeholder, {self.kind: [self.open(small)]}, False)
         except InvalidRequestError:
@@ -270,12 +279,14 @@ class Reader:
 
 def _process(inner: ProcessorMixin, text: str, opened: Opened, add_special_tokens: bool) -> Mapping[str, Any]:
     """What a processor makes of a text and its items, by kind. Raises `InvalidRequestError`."""
+    frames = {"do_sample_frames": False, "return_metadata": True} if "video" in opened else {}
     with _processing(" and ".join(KINDS[kind] for kind in opened)):
         processed: Mapping[str, Any] = inner(
             text=text,
             add_special_tokens=add_special_tokens,
             return_tensors="pt",
             return_mm_token_type_ids=True,
+            **frames,
             **{_ARGUMENTS[kind]: list(items) for kind, items in opened.items()},
         )
     return processed
@@ -318,7 +329,7 @@ class _Remembering:
         return int(self._inner.n_samples) if is_whispers else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        named = next((name for name in ("images", "audio", "raw_speech") if name in kwargs), "")
+        named = next((name for name in ("images", "audio", "raw_speech", "videos") if name in kwargs), "")
         items = args[0] if args else kwargs.get(named)
         others = args[1:], sorted((name, each) for name, each in kwargs.items() if args or name != named)
         digest = blake2b(repr(others).encode(), digest_size=32)

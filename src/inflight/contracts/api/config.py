@@ -54,7 +54,7 @@ NO_ADAPTERS = "this engine was made without adapters; with adapters={} they can 
 BACKGROUND = 2**31 - 1
 """The lowest priority. Whatever the policy, requests of it run in the background: in steps that no others need."""
 _Limits: TypeAlias = Annotated[
-    dict[Literal["image", "audio"], NotNegative], Meta(description='a dict such as {"image": 4, "audio": 1}')
+    dict[Literal["image", "audio", "video"], NotNegative], Meta(description='a dict such as {"image": 4, "audio": 1}')
 ]
 
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""Images and sounds of a prompt, as plain data: what a model's encoder reads, and which tokens they stand for."""
+"""Images, sounds and videos of a prompt, as plain data: what an encoder reads, and which tokens they stand for."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -6,8 +6,10 @@ from typing import Any
 
 import msgspec
 
-KINDS = {"image": "images", "audio": "sounds"}
+KINDS = {"image": "images", "audio": "sounds", "video": "videos"}
 """The kinds of items that a prompt may have, and what several are called."""
+NOUNS = {"image": "an image", "audio": "a sound", "video": "a video"}
+"""What one is called."""
 
 
 class Array(msgspec.Struct, frozen=True):
@@ -26,13 +28,13 @@ class Array(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EncoderInput:
-    """One image or sound.
+    """One image, sound or video.
 
     Attributes:
-        kind: "image" or "audio".
+        kind: "image", "audio" or "video".
         digest: of its content and the processor's settings; equal ones are encoded once.
         places: its placeholder tokens, as indices into the prompt, ascending.
-        arrays: arguments of the model's `get_image_features` or `get_audio_features`.
+        arrays: arguments of the model's `get_image_features`, or of that for its kind.
     """
 
     kind: str
@@ -43,7 +45,7 @@ class EncoderInput:
 
 @dataclass(frozen=True, slots=True)
 class MultimodalInputs:
-    """All images and sounds of a prompt.
+    """All images, sounds and videos of a prompt.
 
     Attributes:
         items: in the order of their placeholders.

@@ -1,4 +1,4 @@
-"""Runs a model's image and sound encoders, one item at a time."""
+"""Runs a model's encoders of images, sounds and videos, one item at a time."""
 
 import inspect
 import threading
@@ -24,7 +24,11 @@ MASK = "attention_mask"
 """The field that tells which rows are no padding (Gemma 4's sounds)."""
 WITHIN = ("hidden_states", "attentions")
 """Fields of the encoder's own layers."""
-ARGUMENTS = {"image": ("pixel_values", "_patches"), "audio": ("input_features", "input_values")}
+ARGUMENTS = {
+    "image": ("pixel_values", "_patches"),
+    "audio": ("input_features", "input_values"),
+    "video": ("pixel_values_videos",),
+}
 """Endings of the names of a model's arguments for each kind of item."""
 OUTPUTS = "mm_encoder_outputs"
 """The argument of models that take encoder outputs."""
@@ -175,7 +179,7 @@ def output_of(like: ModelOutput, rows: Rows, number: int) -> ModelOutput:
 
 
 def encodable(model: PreTrainedModel) -> tuple[str, ...]:
-    """What a model reads besides text: "image", "audio"."""
+    """What a model reads besides text: "image", "audio", "video"."""
     names = forward_parameters(model)
     has_part = {kind: encoders(model) or hasattr(model.base_model, f"get_{kind}_features") for kind in KINDS}
     return tuple(

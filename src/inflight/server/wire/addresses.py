@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from inflight.contracts.api.errors import InvalidRequestError
+from inflight.contracts.step.multimodal import NOUNS
 
 if TYPE_CHECKING:
     from yarl import URL
 
 OPTIONS = dict.fromkeys(("http", "https"), "--allowed-media-domains") | {"file": "--allowed-local-media-path"}
 """What allows addresses, by scheme."""
-NOUNS = {"image": "an image", "audio": "a sound"}
 MAX_ADDRESSES, MAX_LENGTH, AT_ONCE = 256, 8192, 8
 """Addresses of one request; characters of an address; fetches at once from one host, or from the folder."""
 _HOST = re.compile(r"[a-z0-9._:-]+")
@@ -29,7 +29,7 @@ class Address(NamedTuple):
     """An image or a sound that may be fetched.
 
     Attributes:
-        kind: "image" or "audio".
+        kind: "image", "audio" or "video".
         turn: limits the fetches from its host, or from the folder.
     """
 

@@ -33,7 +33,9 @@ LIKENESS_OF_MISSPELT = 0.85
 ITEM_MARK = "\ufdd0"
 """A character that no text has."""
 MARKED_ITEM = re.compile(f"\n?({ITEM_MARK}[0-9a-f]{{32}}{ITEM_MARK})\n?")
-_DATA_URL = re.compile(r"data:(image|audio)/[\w.+-]+;base64,.")
+_DATA_URL = re.compile(r"data:(image|audio|video)/[\w.+-]+;base64,.")
+_URLS = {"image_url": "image", "audio_url": "audio", "video_url": "video"}
+"""Fields of parts that hold a URL, and the kinds of what is there."""
 _SANE = re.compile(r"[\w.\[\]-]{1,60}", re.ASCII)
 
 Item: TypeAlias = str | bytes | Address | InvalidRequestError
@@ -191,9 +193,10 @@ def of_type(
 
 
 def _item(given: Mapping[str, Any]) -> tuple[str, str]:
-    """The kind and URL of an image or sound, as a part of OpenAI's APIs or a block of Anthropic's; an empty URL: it is
-    something else."""
-    source, sound, url = given.get("source"), given.get("input_audio"), given.get("image_url", given.get("audio_url"))
+    """The kind and URL of an image, sound or video, as a part of OpenAI's APIs or a block of Anthropic's; an empty URL:
+    it is something else."""
+    kind, url = next(((kind, given[name]) for name, kind in _URLS.items() if name in given), ("image", None))
+    source, sound = given.get("source"), given.get("input_audio")
     if isinstance(source, dict) and source.get("type") == "base64":
         url = f"data:{source.get('media_type')};base64,{source.get('data')}"
     elif isinstance(source, dict) and source.get("type") == "url" and given.get("type") == "image":
@@ -202,7 +205,7 @@ def _item(given: Mapping[str, Any]) -> tuple[str, str]:
         url = f"data:audio/{sound.get('format')};base64,{sound.get('data')}"
     url = url.get("url") if isinstance(url, dict) else url
     url = url if isinstance(url, str) else ""
-    return (found[1] if (found := _DATA_URL.match(url)) else "audio" if "audio_url" in given else "image"), url
+    return (found[1] if (found := _DATA_URL.match(url)) and kind != "video" else kind), url
 
 
 def text_part(kind: str) -> Callable[[str, Mapping[str, Any]], dict[str, Any]]:

@@ -271,7 +271,7 @@ class EngineConfig:
         trust_remote_code: whether Python code that comes with a checkpoint may run.
         revision: branch, tag or commit of a hub repository.
         max_model_len: the most tokens of a sequence, prompt and output; None: what the model was made for.
-        limit_mm_per_prompt: the most items of a prompt by kind, as `{"image": 4, "audio": 1, "video": 1}`; None: no limit.
+        limit_mm_per_prompt: the most items of a prompt by kind, as `{"image": 4, "audio": 1}`; None: no limit.
         seed: for requests without a seed of their own, and for dummy weights.
         adapters: LoRA adapters that requests may ask for: by name, the folder or hub repository, as PEFT writes it. An
             empty dict: there are none yet, but they can be loaded later. None: there are none, and never will be.

@@ -48,6 +48,7 @@ CLASSES = {
     "sounds": "a multimodal one with a feature extractor",
     "videos": "a multimodal one with a video processor",
 }
+"""What prompts have, and what `transformers` maps the classes to."""
 
 
 def versions() -> dict[str, str]:

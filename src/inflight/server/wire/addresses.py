@@ -26,7 +26,7 @@ _HOST = re.compile(r"[a-z0-9._:-]+")
 
 
 class Address(NamedTuple):
-    """An image or a sound that may be fetched.
+    """An image, a sound or a video that may be fetched.
 
     Attributes:
         kind: "image", "audio" or "video".

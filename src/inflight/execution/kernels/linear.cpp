@@ -171,76 +171,78 @@ struct InParts {
 
 #ifdef INFLIGHT_MATRIX_UNIT
 
-// The same with the matrix unit, a run of panels at a time. Through a short panel rows go 32 at a time, whose sums stay in
-// the unit. Of a long one a part goes through the L1 cache with all rows, and then the next one; meanwhile sums lie in
-// memory. Rows that are too long for the L2 cache go through all panels of the run with some of their inputs, and then
-// with the next ones.
+// The same with the matrix unit, a run of panels at a time. A part of a panel stays in the L1 cache while all rows use it,
+// 32 at a time; from part to part their sums lie in memory. Rows that are too long for the L2 cache go through all panels
+// of the run with some of their inputs, and then with the next ones. Rows that read a panel once take it in one part.
 template <class Kind, class Weight, class Output>
 struct Tiled {
   using Sum = std::conditional_t<Kind::kPack == 4, int32_t, float>;
   using Rows = TiledRows;
-  static constexpr int64_t kRowsOfItem = 256, kMaxPanels = 16, kStepsOfPart = 128, kStepsOfBlock = 4 * kStepsOfPart;
-  static constexpr int64_t kMaxStepsOfRows = 1 << 18;  // operands that stay in the L2 cache, beside panels and sums
-  static constexpr int64_t kMaxStepsOfShort = 1024;    // of a panel
+  static constexpr int64_t kRowsOfItem = 256, kMaxPanels = 16, kStepsOfPart = 256, kStepsOfBlock = 2 * kStepsOfPart;
 
   void operator()(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,
                   int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
-    const bool is_whole = num_rows * steps <= kMaxStepsOfRows;
-    if (!is_whole || steps > kMaxStepsOfShort)
-      return run_parts(rows, num_rows, panels, num_panels, steps, is_whole, first_row, first_output, finish);
-    for (int64_t panel = 0; panel < num_panels; ++panel, panels += steps * kStepSize, first_output += kPanelOutputs)
-      run_panel(rows, num_rows, panels, steps, first_row, first_output, finish);
+    const bool is_read_once = num_rows <= kGroupRows;
+    const int64_t steps_of_block = is_read_once ? steps : kStepsOfBlock;
+    const int64_t rows_of_panel = steps > steps_of_block ? kRowsOfItem : 0;  // 0: the sums of one panel after the other
+    thread_local AlignedVector<Sum> memory;
+    if (const size_t size = (kRowsOfItem + (kMaxPanels - 1) * rows_of_panel) * kPanelOutputs; memory.size() < size)
+      memory.resize(size);
+    for (int64_t first = 0; first < num_panels; first += kMaxPanels)
+      for (int64_t begin = 0; begin < steps; begin += steps_of_block)
+        for (int64_t panel = first; panel < std::min(num_panels, first + kMaxPanels); ++panel) {
+          auto* sums = reinterpret_cast<Sum(*)[kPanelOutputs]>(memory.data()) + (panel - first) * rows_of_panel;
+          const Weight* weights = panels + panel * steps * kStepSize;
+          const int64_t end = std::min(steps, begin + steps_of_block);
+          for (int64_t step = begin, size; step < end; step += size) {
+            size = is_read_once ? steps : std::min(kStepsOfPart, end - step);
+            int64_t next = step + size < end ? step + size : steps + begin;  // of the next panel
+            if (is_read_once) next = kStepsAhead;
+            run_part(rows, num_rows, weights, step, size, steps, weights + next * kStepSize, first_row,
+                     first_output + panel * kPanelOutputs, sums, finish);
+          }
+        }
+    unfinished.run(finish, kGroupRows);
   }
 
  private:
-  static constexpr int64_t kStepSize = kPanelOutputs * Kind::kPack, kBytesAhead = kStepsOfPart * kPanelBytes;
+  static constexpr int64_t kStepSize = kPanelOutputs * Kind::kPack, kStepsAhead = 128, kRowsOfStep = 2;
 
-  void run_panel(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t steps, int64_t first_row,
-                 int64_t first_output, const Finish<Output>& finish) {
-    const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
-    // Each group prefetches a share of the next panel, or of the following bytes if this panel is read only once.
-    const int64_t next_bytes = steps * kPanelBytes / num_groups;
-    const char* next = reinterpret_cast<const char*>(panel) + (num_groups > 1 ? steps * kPanelBytes : kBytesAhead);
-    for (int64_t row = 0; row < num_rows; row += kGroupRows, next += next_bytes) {
-      const int64_t count = std::min<int64_t>(kGroupRows, num_rows - row);
-      alignas(64) Sum sums[kGroupRows][kPanelOutputs];
-      unit.begin(sums[0], int(count));
-      add_part(unit, rows, first_row + row, count, 0, panel, steps, sums, next, next_bytes);
+  // Adds the products of a part of a panel to all rows' sums, which begin with the first part and end with the last one.
+  void run_part(const Rows& rows, int64_t num_rows, const Weight* panel, int64_t step, int64_t size, int64_t steps,
+                const Weight* next, int64_t first_row, int64_t first_output, Sum (*sums)[kPanelOutputs],
+                const Finish<Output>& finish) {
+    const int64_t num_tiles = std::max<int64_t>(1, size / kTileOperands);
+    const bool is_last = step + size == steps;
+    for_each_tile_group(num_rows, [&](const RowGroup& group) {
+      const int64_t row = first_row + group.first;
+      NextPanel ahead(next, size * kPanelBytes, num_tiles, group);
+      int64_t fetched_row = is_last && group.num_groups > 1 ? row : row + group.count;
+      if (step == 0) unit.begin(sums[group.first], int(group.count));
+      add_group(unit, rows, row, group, step, panel + step * kStepSize, size, sums[group.first], [&] {
+        ahead.advance();
+        for (int64_t end = std::min(row + group.count, fetched_row + kRowsOfStep); fetched_row < end; ++fetched_row)
+          finish.prefetch(fetched_row, first_output);
+        unfinished.run(finish, kRowsOfStep);
+      });
+      unfinished.run(finish, kGroupRows);
+      if (!is_last) return;
       unit.settle();
-      finish.all(sums, first_row + row, count, first_output);
-    }
+      unfinished = {sums + group.first, row, row + group.count, first_output};
+    });
   }
 
-  void run_parts(const Rows& rows, int64_t num_rows, const Weight* panels, int64_t num_panels, int64_t steps,
-                 bool is_whole, int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
-    const int64_t at_once = is_whole ? 1 : kMaxPanels, steps_of_block = is_whole ? steps : kStepsOfBlock;
-    thread_local AlignedVector<Sum> memory;
-    if (const size_t size = at_once * kRowsOfItem * kPanelOutputs; memory.size() < size) memory.resize(size);
-    for (int64_t first = 0; first < num_panels; first += at_once) {
-      const int64_t count = std::min(at_once, num_panels - first);
-      const auto sums_of = [&](int64_t panel) {
-        return reinterpret_cast<Sum(*)[kPanelOutputs]>(memory.data() + panel * kRowsOfItem * kPanelOutputs);
-      };
-      for (int64_t begin = 0; begin < steps; begin += steps_of_block) {
-        const int64_t end = std::min(steps, begin + steps_of_block);
-        for (int64_t panel = 0; panel < count; ++panel) {
-          auto* sums = sums_of(panel);
-          const Weight* weights = panels + (first + panel) * steps * kStepSize;
-          if (begin == 0) std::memset(sums, 0, num_rows * sizeof *sums);
-          for (int64_t step = begin; step < end; step += kStepsOfPart) {
-            const int64_t size = std::min(kStepsOfPart, end - step);
-            const int64_t next = step + size < end ? step + size : steps + begin;  // of the next panel
-            add_part(unit, rows, first_row, num_rows, step, weights + step * kStepSize, size, sums,
-                     weights + next * kStepSize, size * kPanelBytes);
-          }
-          if (end < steps) continue;
-          unit.settle();
-          finish.all(sums, first_row, num_rows, first_output + (first + panel) * kPanelOutputs);
-        }
-      }
-    }
-  }
+  // Rows with all their products, which are finished while the unit multiplies others.
+  struct Unfinished {
+    const Sum (*sums)[kPanelOutputs];
+    int64_t row = 0, end = 0, first_output;
 
+    void run(const Finish<Output>& finish, int64_t count) {
+      for (; count > 0 && row < end; --count, ++row) finish.panel(*sums++, row, first_output);
+    }
+  };
+
+  Unfinished unfinished;
   MatrixUnit unit;
 };
 

@@ -80,24 +80,53 @@ struct Finish {
   }
 
   void operator()(Ints sum, int64_t row, int64_t first, int64_t count) const {
-    const Ints missing = load<Ints>(offsets + first);
-    const Floats scale = part(scales + first, count) * row_scales[row];
-    (*this)(__builtin_convertvector(sum - missing, Floats) * scale, row, first, count);
+    (*this)(scaled(sum, row, first, count), row, first, count);
   }
 
-  // The outputs of `count` rows from `first_output` on, of one panel.
+  // Fetches the place of a row's outputs of a panel.
+  void prefetch(int64_t row, int64_t first_output) const {
+    auto* place = reinterpret_cast<const char*>(output + row * out_features + first_output);
+    for (size_t line = 0; line < kPanelOutputs * sizeof(Output); line += 64) __builtin_prefetch(place + line, 1, 3);
+  }
+
+  // A row's outputs of one panel, from `first_output` on. (Calls would cost the loop around this its registers.)
+  template <class Sum>
+  void panel(const Sum* sums, int64_t row, int64_t first_output) const {
+    if (additions || activation || first_output + kPanelOutputs > out_features)
+      return any_panel(sums, row, first_output);
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t first = first_output + v * kLanes;
+      Floats sum = scaled(load<LanesOf<Sum>>(sums + v * kLanes), row, first, kLanes);
+      if (bias) sum += load_floats(bias + first);
+      store_floats(sum, output + row * out_features + first);
+    }
+  }
+
+  // The same of `count` rows.
   template <class Sum>
   void all(const Sum (*sums)[kPanelOutputs], int64_t first_row, int64_t count, int64_t first_output) const {
-    using Lanes = std::conditional_t<std::is_same_v<Sum, int32_t>, Ints, Floats>;
-    for (int64_t row = 0; row < count; ++row)
-      for (int v = 0; v < kVectors; ++v) {
-        const int64_t first = first_output + v * kLanes, left = out_features - first;
-        if (left <= 0) break;
-        (*this)(load<Lanes>(&sums[row][v * kLanes]), first_row + row, first, std::min<int64_t>(kLanes, left));
-      }
+    for (int64_t row = 0; row < count; ++row) panel(sums[row], first_row + row, first_output);
   }
 
  private:
+  template <class Sum>
+  using LanesOf = std::conditional_t<std::is_same_v<Sum, int32_t>, Ints, Floats>;
+
+  template <class Sum>
+  [[gnu::noinline]] void any_panel(const Sum* sums, int64_t row, int64_t first_output) const {
+    for (int v = 0; v < kVectors; ++v) {
+      const int64_t first = first_output + v * kLanes, left = out_features - first;
+      if (left <= 0) break;
+      (*this)(load<LanesOf<Sum>>(sums + v * kLanes), row, first, std::min<int64_t>(kLanes, left));
+    }
+  }
+
+  Floats scaled(Floats sum, int64_t, int64_t, int64_t) const { return sum; }
+  Floats scaled(Ints sum, int64_t row, int64_t first, int64_t count) const {
+    const Floats scale = part(scales + first, count) * row_scales[row];
+    return __builtin_convertvector(sum - load<Ints>(offsets + first), Floats) * scale;
+  }
+
   template <class Value>
   static Floats part(const Value* values, int64_t count) {
     if (count == kLanes) return load_floats(values);

@@ -30,14 +30,18 @@ class TiledRows {
         bytes_(std::move(spare())) {
     const size_t size = (num_rows + kGroupRows - 1) / kGroupRows * num_tiles_ * kGroupRows * kTileRowBytes;
     if (bytes_.size() < size) bytes_ = AlignedVector<char>(size);
-    for_each_range(num_rows, 32, [&](int64_t begin, int64_t end) {
-      for (int64_t row = begin; row < end; ++row) {
-        const char* from = static_cast<const char*>(rows) + row * 4 * num_operands;
-        char* to = bytes_.data() + place_of(row, 0) + row % kGroupRows * kTileRowBytes;
-        int64_t left = 4 * num_operands;
+    const int64_t row_bytes = 4 * num_operands, num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
+    for_each_range(num_groups, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t first = begin * kGroupRows; first < std::min(num_rows, end * kGroupRows); first += kGroupRows) {
+        const int64_t count = std::min<int64_t>(kGroupRows, num_rows - first);
+        const char* from = static_cast<const char*>(rows) + first * row_bytes;
+        char* to = bytes_.data() + place_of(first, 0);
+        int64_t left = row_bytes;
         for (; left >= kTileRowBytes; left -= kTileRowBytes, from += kTileRowBytes, to += kGroupRows * kTileRowBytes)
-          std::memcpy(to, from, kTileRowBytes);
-        std::memcpy(to, from, left);
+          for (int64_t row = 0; row < count; ++row)
+            std::memcpy(to + row * kTileRowBytes, from + row * row_bytes, kTileRowBytes);
+        for (int64_t row = 0; row < count && left > 0; ++row)
+          std::memcpy(to + row * kTileRowBytes, from + row * row_bytes, left);
       }
     });
   }
@@ -70,16 +74,17 @@ class MatrixUnit {
   ~MatrixUnit() { _tile_release(); }
 
   // Adds products to sums, `[rows, 32]` int32 or float, of up to `kGroupRows` rows: of `count` times `num_operands`
-  // operands. `next` advances once for each of these times. The sums stay in the unit until there are others, or `settle`.
-  template <class Sum>
+  // operands. `meanwhile` is called once for each of these times. The sums stay in the unit until there are others, or
+  // `settle`.
+  template <bool kArePassing, class Sum, class Meanwhile>
   void add_products(const char* rows, int num_rows, const char* panel, int64_t count, int num_operands, Sum* sums,
-                    NextPanel next) {
+                    const Meanwhile& meanwhile) {
     hold(sums, num_rows, num_operands);
     constexpr bool kIsInt8 = std::is_same_v<Sum, int32_t>;
     asm volatile("" ::: "memory");  // the compiler does not know what is read
     for (int64_t i = 0; i < count; ++i, panel += num_operands * kPanelBytes, rows += kGroupRows * kTileRowBytes) {
-      next.advance();
-      add_tile_products<kIsInt8>(rows, num_rows, kTileRowBytes, panel, panel + kPanelBytes / 2, kPanelBytes);
+      meanwhile();
+      add_tile_products<kIsInt8, kArePassing>(rows, num_rows, kTileRowBytes, panel, panel + kPanelBytes / 2, kPanelBytes);
     }
   }
 
@@ -133,25 +138,30 @@ class MatrixUnit {
   void* held_ = nullptr;
 };
 
-// Adds the products of rows from `first_row` on with `steps` operands from `first_step` on, a multiple of kTileOperands,
-// to their sums. Meanwhile `next_bytes` at `next` come out of memory.
-template <class Sum>
-void add_part(MatrixUnit& unit, const TiledRows& rows, int64_t first_row, int64_t num_rows, int64_t first_step,
-              const void* part, int64_t steps, Sum (*sums)[kPanelOutputs], const void* next, int64_t next_bytes) {
+// Adds the products of a group of rows, from `first_row` on, with `steps` operands from `first_step` on, a multiple of
+// kTileOperands, to their sums. Calls `meanwhile` for each tile of operands.
+template <class Sum, class Meanwhile>
+void add_group(MatrixUnit& unit, const TiledRows& rows, int64_t first_row, const RowGroup& group, int64_t first_step,
+               const void* part, int64_t steps, Sum* sums, const Meanwhile& meanwhile) {
   const int64_t num_tiles = steps / kTileOperands, rest = steps % kTileOperands;
+  const char* operands = rows.at(first_row, first_step / kTileOperands);
+  const auto* panel = static_cast<const char*>(part);
+  const int count = int(group.count);
+  if (num_tiles > 0 && group.num_groups > 1)
+    unit.add_products<true>(operands, count, panel, num_tiles, kTileOperands, sums, meanwhile);
+  else if (num_tiles > 0)
+    unit.add_products<false>(operands, count, panel, num_tiles, kTileOperands, sums, meanwhile);
+  if (rest > 0)
+    unit.add_products<false>(operands + num_tiles * kGroupRows * kTileRowBytes, count,
+                             panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums, [] {});
+}
+
+// Calls `function(group)` for all groups of rows that the unit multiplies together.
+template <class Function>
+void for_each_tile_group(int64_t num_rows, const Function& function) {
   const int64_t num_groups = (num_rows + kGroupRows - 1) / kGroupRows;
-  for (int64_t number = 0; number < num_groups; ++number) {
-    const int64_t row = number * kGroupRows;
-    const int count = int(std::min<int64_t>(kGroupRows, num_rows - row));
-    const char* operands = rows.at(first_row + row, first_step / kTileOperands);
-    const auto* panel = static_cast<const char*>(part);
-    if (num_tiles > 0)
-      unit.add_products(operands, count, panel, num_tiles, kTileOperands, sums[row],
-                        {next, next_bytes, num_tiles, {row, count, number, num_groups}});
-    if (rest > 0)
-      unit.add_products(operands + num_tiles * kGroupRows * kTileRowBytes, count,
-                        panel + num_tiles * kTileOperands * kPanelBytes, 1, int(rest), sums[row], {});
-  }
+  for (int64_t number = 0, row = 0; row < num_rows; ++number, row += kGroupRows)
+    function(RowGroup{row, std::min<int64_t>(kGroupRows, num_rows - row), number, num_groups});
 }
 
 // Sums of rows with a panel in parts: each part stays in the L1 cache while all rows use it.
@@ -167,10 +177,11 @@ struct TileSums {
   // Before the sums are read.
   void settle() { unit.settle(); }
 
-  // As `add_part`.
-  void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const void* part, int64_t steps,
-           const void* next = nullptr, int64_t next_bytes = 0) {
-    add_part(unit, rows, first_row, num_rows, first_step, part, steps, sums, next, next_bytes);
+  // As `add_group`, for all groups.
+  void add(const Rows& rows, int64_t first_row, int64_t num_rows, int64_t first_step, const void* part, int64_t steps) {
+    for_each_tile_group(num_rows, [&](const RowGroup& group) {
+      add_group(unit, rows, first_row + group.first, group, first_step, part, steps, sums[group.first], [] {});
+    });
   }
 };
 

@@ -184,14 +184,16 @@ struct Tiled {
                   int64_t first_row, int64_t first_output, const Finish<Output>& finish) {
     const bool is_read_once = num_rows <= kGroupRows;
     const int64_t steps_of_block = is_read_once ? steps : kStepsOfBlock;
-    const int64_t rows_of_panel = steps > steps_of_block ? kRowsOfItem : 0;  // 0: the sums of one panel after the other
+    // How far apart panels' sums lie; 0: at the same place. (A single group's are finished during the next panel.)
+    const int64_t rows_of_panel = steps > steps_of_block ? kRowsOfItem : is_read_once ? kGroupRows : 0;
     thread_local AlignedVector<Sum> memory;
     if (const size_t size = (kRowsOfItem + (kMaxPanels - 1) * rows_of_panel) * kPanelOutputs; memory.size() < size)
       memory.resize(size);
     for (int64_t first = 0; first < num_panels; first += kMaxPanels)
       for (int64_t begin = 0; begin < steps; begin += steps_of_block)
         for (int64_t panel = first; panel < std::min(num_panels, first + kMaxPanels); ++panel) {
-          auto* sums = reinterpret_cast<Sum(*)[kPanelOutputs]>(memory.data()) + (panel - first) * rows_of_panel;
+          auto* sums = reinterpret_cast<Sum(*)[kPanelOutputs]>(memory.data()) +
+                       (is_read_once ? panel % 2 : panel - first) * rows_of_panel;
           const Weight* weights = panels + panel * steps * kStepSize;
           const int64_t end = std::min(steps, begin + steps_of_block);
           for (int64_t step = begin, size; step < end; step += size) {

@@ -43,7 +43,9 @@ def test_generate_answers_about_an_image(folder: Path, tmp_path: Path, command: 
     (tmp_path / "chat.jsonl").write_text('{"messages": [{"role": "user", "content": "A"}]}')
     refused = command("generate", "--file", tmp_path / "chat.jsonl", *options)
     assert refused.returncode != 0
-    assert "a chat has its images in its messages" in refused.stderr
+    assert "a chat has its images, sounds and videos in its messages" in refused.stderr
+    refused = command("generate", "What is it?", "--video", folder.parent / "a page.png", "-m", folder, *OPTIONS)
+    assert "the model's processor reads no videos" in refused.stderr
     assert "text, images" in command("info", "-m", folder).stdout
 
 

@@ -162,4 +162,4 @@ def test_generate_answers_about_a_sound(tmp_path: Path, command: Command) -> Non
     assert done.stdout == f"{output.outputs[0].text}\n"
     (tmp_path / "chat.jsonl").write_text(json.dumps({"messages": [{"role": "user", "content": "A"}]}))
     refused = command("generate", "--file", tmp_path / "chat.jsonl", "--audio", tmp_path / "a sound.wav", *options)
-    assert "a chat has its images in its messages, and its sounds" in refused.stderr
+    assert "a chat has its images, sounds and videos in its messages" in refused.stderr

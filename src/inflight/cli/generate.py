@@ -7,7 +7,8 @@ import asyncio
 import json
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -30,19 +31,13 @@ from inflight.cli.options import (
 )
 from inflight.cli.prompts import PromptLine, read_prompts
 from inflight.contracts.api.errors import InvalidRequestError
-from inflight.contracts.step.multimodal import KINDS
+from inflight.contracts.step.multimodal import KINDS, NOUNS
+from inflight.host.garbage_collection import freeze_loaded_objects
 
 if TYPE_CHECKING:
     from inflight import LLM
     from inflight.contracts.api.outputs import RequestOutput, TextDelta, TokenLogprobs
     from inflight.contracts.api.params import SamplingParams
-import uuid
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
-
-from inflight.host.garbage_collection import freeze_loaded_objects
-
-if TYPE_CHECKING:
     from inflight.entrypoints.async_llm import AsyncLLM
 
 
@@ -78,7 +73,13 @@ async def answer(llm: "AsyncLLM", lines: Sequence[PromptLine], take: Callable[[i
         await asyncio.gather(*(work() for _ in range(min(MOST_IN_FLIGHT, len(lines)))))
 
 
-_FILES: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False), "multiple": True}
+def attachment_options(command: Any) -> Any:
+    """Add `--image` and its like to a command."""
+    for kind in reversed(KINDS):
+        about = f"{NOUNS[kind].capitalize()} that a prompt is about, in a chat if the model has them; may be repeated."
+        path = click.Path(exists=True, dir_okay=False)
+        command = click.option(f"--{kind}", type=path, multiple=True, help=about)(command)
+    return command
 
 
 @click.command(cls=Command)
@@ -89,13 +90,7 @@ _FILES: dict[str, Any] = {"type": click.Path(exists=True, dir_okay=False), "mult
 @click.option("--output", "-o", type=Path, help="Write JSON lines here instead of to standard output.")
 @click.option("--jsonl", is_flag=True, help="Write JSON lines even for a single prompt.")
 @click.option("--chat", is_flag=True, help="Treat each prompt as a message to answer, through the chat template.")
-@click.option(
-    "--image",
-    "images",
-    **_FILES,
-    help="An image that each prompt is about, in a chat if the model has them; may be repeated.",
-)
-@click.option("--audio", "sounds", **_FILES, help="A sound that each prompt is about, likewise; may be repeated.")
+@attachment_options
 @click.option("--quiet", "-q", is_flag=True, help="No progress on standard error.")
 @click.option("--record", type=Path, help="Record every step to a file, for inflight trace and simulate.")
 @model_option
@@ -110,8 +105,6 @@ def generate(
     file: Path | None,
     output: Path | None,
     chat: bool,
-    images: tuple[str, ...],
-    sounds: tuple[str, ...],
     record: Path | None,
     adapter: str | None,
     **options: Any,
@@ -128,7 +121,7 @@ def generate(
     sampling = sampling_values(options) | structure_values(options)
     is_batch = any(line.body is not None for line in lines)
     if is_batch:
-        given = {"chat": chat, "image": images, "audio": sounds, "record": record, "adapter": adapter}
+        given = {"chat": chat, "record": record, "adapter": adapter} | {kind: options[kind] for kind in KINDS}
         _check_batch(lines, [*sampling, *(name for name, value in given.items() if value)])
     for option, name in (("--replicas", "replicas"), ("--tensor-parallel-size", "tensor_parallel_size")):
         if record is not None and options[name] not in (None, 1):
@@ -145,7 +138,7 @@ def generate(
     SamplingParams(**sampling)  # wrong options are refused before the model is loaded
     engine = engine_values(options) | ({} if adapter is None else {"adapters": {adapter: adapter}})
     llm = LLM(model, **engine)
-    attached = [{"type": kind, kind: each} for kind, paths in (("image", images), ("audio", sounds)) for each in paths]
+    attached = [{"type": kind, kind: each} for kind in KINDS for each in options[kind]]
     inputs = [_input(line, chat, attached, llm) for line in lines]
     params = [_params(llm, sampling, line) for line in lines]
     is_plain = len(lines) == 1 and params[0].n == 1 and not params[0].asks_for_scores
@@ -186,18 +179,19 @@ def _open(output: Path | None) -> TextIO:
 def _input(line: PromptLine, chat: bool, parts: Sequence[dict[str, Any]], llm: "LLM") -> Any:
     if line.messages is not None:
         if parts:
-            has = "a chat has its images in its messages, and its sounds"
-            raise InvalidRequestError(f"{line.where}: with --image or --audio a prompt is a text; {has}")
+            message = "a chat has its images, sounds and videos in its messages; with --image a prompt is text"
+            raise InvalidRequestError(f"{line.where}: {message}")
         return {"messages": line.messages}
     if not chat and not parts:
         return line.prompt
     if not isinstance(line.prompt, str):
-        message = "with --chat, --image or --audio a prompt is the text of a message"
-        raise InvalidRequestError(f"{line.where}: {message}")
+        raise InvalidRequestError(
+            f"{line.where}: with --chat, --image, --audio or --video a prompt is the text of a message"
+        )
     if not chat and llm.tokenizer is not None and not llm.tokenizer.inner.chat_template:
-        given = {kind: [part[kind] for part in parts if part["type"] == kind] for kind in KINDS}
+        given = {f"{kind}s": [part[kind] for part in parts if part["type"] == kind] for kind in KINDS}
         before = [llm.tokenizer.processor.of(part["type"]).placeholder for part in parts]
-        return {"prompt": "".join([*before, line.prompt]), "images": given["image"], "audios": given["audio"]}
+        return {"prompt": "".join([*before, line.prompt]), **given}
     content = [*parts, {"type": "text", "text": line.prompt}] if parts else line.prompt
     return {"messages": [{"role": "user", "content": content}]}
 

@@ -26,48 +26,49 @@ struct UnitProducts {
   static constexpr Strides strides(int64_t) { return {2 * kLanes, (kRowsScored + 1) * 2 * kLanes}; }
 
   // As `VectorProducts::score`.
-  static void score(const Operand* queries, int64_t query_stride, int num_rows, const Stripes& stripes, int steps,
+  void score(const Operand* queries, int64_t query_stride, int num_rows, const Stripes& stripes, int steps,
                     Prefetcher<BFloat16>& prefetcher, int64_t ahead, float* scores) {
     int at_once = std::min(steps, kTileOperands);
     while (steps % at_once) --at_once;
     const int num_stripes = int(stripes.size()), num_parts = steps / at_once;
-    Unit unit(at_once);
     for (int s = 0; s < num_stripes; s += 2, scores += strides(num_stripes).of_product) {
       const auto *left = stripes[s].keys, *right = stripes[std::min(s + 1, num_stripes - 1)].keys;
+      for (int next = s + 2; next < std::min(num_stripes, s + 4); ++next)  // the hardware does not see where it lies
+        for (int step = 0; step < steps; ++step)
+          __builtin_prefetch(stripes[next].keys + step * kLanes * BFloat16::kPack, 0, 3);
       for (int row = 0; row < num_rows; row += kGroupRows) {
-        unit.begin(std::min(kGroupRows, num_rows - row));
+        unit_.begin(std::min(kGroupRows, num_rows - row), at_once);
         for (int part = 0; part < num_parts; ++part) {
           prefetcher.advance(row ? 0 : ahead * 2 / (num_parts * kStripesAtOnce));
           const int64_t at = int64_t(part) * at_once * kLanes * BFloat16::kPack;
-          unit.add(queries + row * query_stride + part * at_once, query_stride, left + at, right + at, kTileRowBytes);
+          unit_.add(queries + row * query_stride + part * at_once, query_stride, left + at, right + at, kTileRowBytes);
         }
-        unit.store(scores + row * 2 * kLanes);
+        unit_.store(scores + row * 2 * kLanes);
       }
     }
   }
 
   // As `VectorProducts::sum_values`.
-  static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows, const Stripes& stripes,
+  void sum_values(const Operand* weights, int64_t weight_stride, int num_rows, const Stripes& stripes,
                          Prefetcher<BFloat16>& prefetcher, int64_t ahead, int value_lanes, const Partial* results,
                          const Shares* shares) {
     const int num_products = int(stripes.size() + 1) / 2, num_parts = (value_lanes + 2 * kLanes - 1) / (2 * kLanes);
     thread_local AlignedVector<Operand> copies;
     copies.resize(num_products * kTileOperands * 2 * kLanes);
-    Unit unit(kTileOperands);
     for (int lane = 0; lane < value_lanes; lane += 2 * kLanes) {
       const int num_vectors = lane + kLanes < value_lanes ? 2 : 1;
       copy_values(stripes, value_lanes, lane, num_vectors, copies.data());
       for (int row = 0; row < num_rows; row += kGroupRows) {
         const int count = std::min(kGroupRows, num_rows - row);
-        unit.begin(count);
+        unit_.begin(count, kTileOperands);
         for (int product = 0; product < num_products; ++product) {
           prefetcher.advance(row ? 0 : ahead * 2 / (num_parts * kStripesAtOnce));
           const Operand* values = copies.data() + int64_t(product) * kTileOperands * 2 * kLanes;
-          unit.add(weights + row * weight_stride + product * kTileOperands, weight_stride, values, values + kLanes,
+          unit_.add(weights + row * weight_stride + product * kTileOperands, weight_stride, values, values + kLanes,
                    2 * kTileRowBytes);
         }
         alignas(64) float sums[kGroupRows][2 * kLanes];
-        unit.store(sums[0]);
+        unit_.store(sums[0]);
         for (int i = row; i < row + count; ++i)
           for (int v = 0; v < num_vectors; ++v)
             shares[i].merge(results[i].values + lane + v * kLanes, load<Floats>(&sums[i - row][v * kLanes]));
@@ -76,16 +77,14 @@ struct UnitProducts {
   }
 
  private:
-  // The unit, for products of `num_operands`.
   class Unit {
    public:
-    explicit Unit(int num_operands) : num_operands_(num_operands) {}
     ~Unit() { _tile_release(); }
 
-    // New sums of `num_rows` rows.
-    void begin(int num_rows) {
-      if (num_rows != num_rows_) shape_tiles(num_rows, num_operands_);
-      num_rows_ = num_rows;
+    // New sums of `num_rows` rows, of products of `num_operands`.
+    void begin(int num_rows, int num_operands) {
+      if (num_rows != num_rows_ || num_operands != num_operands_) shape_tiles(num_rows, num_operands);
+      num_rows_ = num_rows, num_operands_ = num_operands;
       clear_sums(num_rows);
     }
 
@@ -106,9 +105,10 @@ struct UnitProducts {
     }
 
    private:
-    const int num_operands_;
-    int num_rows_ = 0;
+    int num_rows_ = 0, num_operands_ = 0;
   };
+
+  Unit unit_;
 
   // The values of dimensions [lane, lane + 32) of all stripes: two stripes are the operands of a tile, and what belongs
   // to no token is zero.

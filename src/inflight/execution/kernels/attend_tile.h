@@ -132,13 +132,14 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   // Half of the next tile is prefetched while scores are computed, half while values are summed.
   const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
   Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);
+  Products<Kind> products;
   scratch.scores.resize(kRowsScored * strides.of_row + num_products * strides.of_product);
   scratch.weights.resize(weight_stride * num_rows);
   scratch.shares.resize(num_rows);
   for (int first = 0; first < num_rows; first += kRowsScored) {
     const int end = std::min(first + kRowsScored, num_rows);
-    Products<Kind>::score(queries + first * query_stride, query_stride, end - first, stripes, steps, prefetcher,
-                          first ? 0 : half, scratch.scores.data());
+    products.score(queries + first * query_stride, query_stride, end - first, stripes, steps, prefetcher,
+                   first ? 0 : half, scratch.scores.data());
     const auto weigh_rows = [&](auto num_together, int row) {
       const auto fresh = weigh<Kind, num_together>(
           shape, stripes, visible + row, scratch.scores.data() + (row - first) * strides.of_row,
@@ -150,8 +151,8 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
     for (; row + kRowsWeighed <= end; row += kRowsWeighed) weigh_rows(std::integral_constant<int, kRowsWeighed>{}, row);
     for (; row < end; ++row) weigh_rows(std::integral_constant<int, 1>{}, row);
   }
-  Products<Kind>::sum_values(scratch.weights.data(), weight_stride, num_rows, stripes, prefetcher, half,
-                             shape.value_lanes(), results, scratch.shares.data());
+  products.sum_values(scratch.weights.data(), weight_stride, num_rows, stripes, prefetcher, half, shape.value_lanes(),
+                      results, scratch.shares.data());
 }
 
 }  // namespace inflight

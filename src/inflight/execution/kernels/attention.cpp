@@ -164,11 +164,10 @@ class Plan {
   int64_t first_tile(const Span& span) const { return shape_.first_visible(span.start) / shape_.tile_size(); }
   int64_t last_tile(const Span& span) const { return (span.end - 1) / shape_.tile_size(); }
 
-  // Whether every token of the span sees the whole tile.
-  bool sees_whole(const Span& span, int64_t tile) const {
+  // Whether the tokens of a span at positions [first, last] see the whole tile.
+  bool sees_whole(const Span& span, int64_t first, int64_t last, int64_t tile) const {
     const int64_t size = shape_.tile_size();
-    const int64_t end = shape_.end_visible(span.start, span.end, span.is_item);
-    return shape_.first_visible(span.end - 1) <= tile * size && (tile + 1) * size <= end;
+    return shape_.first_visible(last) <= tile * size && (tile + 1) * size <= shape_.end_visible(first, span.end, span.is_item);
   }
 
   // Rows per item: fewer, if threads would be idle.
@@ -264,7 +263,7 @@ class Plan {
       apart_.push_back({int(s), first, num_tiles, num_partials});
       num_partials += size;
       for (int64_t tile = first; tile < first + num_tiles; ++tile) {
-        if (sees_whole(span, tile)) {
+        if (sees_whole(span, span.start, span.end - 1, tile)) {
           const int64_t key = (tile << 32) + group_.tile_owners[s][tile];
           const auto [place, is_new] = shared.emplace(key, int64_t(groups.size()));
           if (is_new) groups.push_back({tile, {}});
@@ -345,6 +344,12 @@ class Attention : Plan {
   void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
+    if constexpr (std::is_same_v<typename Kind::Operand, int32_t>)
+      if (!is_float_ && shape_.head_size % (2 * kLanes) == 0) {
+        const auto* from = query_.const_data_ptr<bfloat16>() + token * query_.stride(0) + head * query_.stride(1);
+        std::memcpy(to, from, shape_.head_size * sizeof *from);
+        return;
+      }
     thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
     read_query(token, head, thread.floats.data());
     for (size_t i = 0; i < thread.floats.size(); i += kLanes, to += kLanes / Kind::kPack)
@@ -374,7 +379,10 @@ class Attention : Plan {
     const int64_t end = shape_.end_visible(last_position, span.end, span.is_item);
     const int64_t last_tile = (end - 1) / shape_.tile_size();
     for (int64_t tile = shape_.first_visible(first_position) / shape_.tile_size(); tile <= last_tile; ++tile) {
-      for (int64_t i = 0; i < num_rows; ++i) thread.visible[i] = visible(span, first_row + i, tile);
+      if (sees_whole(span, first_position, last_position, tile))
+        std::fill(thread.visible.begin(), thread.visible.end(), Visible{0, int(shape_.tile_size())});
+      else
+        for (int64_t i = 0; i < num_rows; ++i) thread.visible[i] = visible(span, first_row + i, tile);
       collect(item.first_span, tile, item.kv_head, thread.visible, thread);
       if (tile == last_tile) {
         foresee(next, thread);

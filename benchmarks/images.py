@@ -291,8 +291,8 @@ def compare_text(num_rounds: int, options: dict[str, Any]) -> None:
         params = SamplingParams(temperature=0, max_tokens=128, ignore_eos=True)
         prompts = [f"Text {each}: once upon a time" for each in range(number)]
         seconds: list[list[float]] = [[], []]
-        for _ in range(1 + num_rounds):
-            for llm, taken in zip(llms, seconds, strict=True):
+        for round_number in range(1 + num_rounds):
+            for llm, taken in list(zip(llms, seconds, strict=True))[:: 1 if round_number % 2 else -1]:
                 start = time.perf_counter()
                 llm.generate(prompts, params, use_tqdm=False)
                 taken.append(time.perf_counter() - start)

@@ -36,7 +36,7 @@ BACKGROUND_SECONDS = 0.1
 SMOOTHING = 0.2
 """Weight of the newest measurement in the running average."""
 
-ENCODING_STRETCH = 0.25
+ENCODING_STRETCH = 0.2
 """The time for encoding images between two steps, as a share of the decodes' own. Text comes first: with slices of two
 decodes a prompt with images waited half as long, and a token's p99 beside it was three to six times that of text
 alone."""

@@ -152,6 +152,9 @@ class EncoderOutputs:
         Args:
             positions: of the row, with padding, `[n]` int64, as without images and sounds.
         """
+        if self.num_dimensions == 1 and not any(span.slot in self._sequences for span in batch.spans):
+            self.placing.put(())
+            return positions
         own = positions.repeat(self.num_dimensions, 1)
         parts: list[Part] = []
         first = 0

@@ -144,7 +144,7 @@ def test_demo_says_that_pictures_need_pillow(command: Command, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "PIL", None)
     done = command("demo", "--pictures")
     assert done.returncode != 0
-    assert "images need Pillow (pip install 'inflight-llm[images]')" in done.stderr
+    assert "images need Pillow (pip install pillow)" in done.stderr
 
 
 @pytest.mark.parametrize("option", ["--web", "--slow"])

@@ -12,6 +12,7 @@ from transformers import LlamaForCausalLM, PreTrainedModel
 from inflight import LLM, SamplingParams
 from inflight.contracts.api.config import EngineConfig
 from inflight.execution.hf.load import load_model
+from inflight.execution.hf.model_call import ModelCall
 from tests import zoo
 from tests.execution.packed_steps import assert_packed_is_plain, packed_executor, packed_logits
 from tests.execution.prepared_models import every_architecture, plain_logits
@@ -107,7 +108,12 @@ def decorated(config: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("make", "executor"),
-    [(PassesOn, "packed"), (decorated, "packed"), (NamedPast, "sequential"), (ReturnsOnly, "sequential")],
+    [
+        (PassesOn, "packed"),
+        (decorated, "packed"),
+        (NamedPast, "sequential"),
+        (ReturnsOnly, "sequential"),
+    ],
 )
 def test_a_forward_that_hides_its_cache_gives_no_wrong_token(
     make: Callable[[Any], PreTrainedModel], executor: str
@@ -120,6 +126,14 @@ def test_a_forward_that_hides_its_cache_gives_no_wrong_token(
     prompts = zoo.sample_sequences()
     outputs = llm.generate(prompts, SamplingParams(temperature=0, max_tokens=8), use_tqdm=False)
     assert [o.outputs[0].token_ids for o in outputs] == [zoo.plain_greedy(plain, prompt, 8) for prompt in prompts]
+
+
+def test_a_cache_has_the_name_of_later_versions() -> None:
+    class NamedCache(LlamaForCausalLM):
+        def forward(self, input_ids: Any = None, cache: Any = None, **_: Any) -> Any:  # type: ignore[override]
+            return super().forward(input_ids=input_ids)
+
+    assert ModelCall(NamedCache(zoo.build("llama").config)).cache_name == "cache"
 
 
 def test_a_decorated_forward_runs_the_copy() -> None:

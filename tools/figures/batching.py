@@ -21,7 +21,7 @@ from inflight.execution.weights.formats import PLAIN
 from inflight.execution.weights.prepacked_linear import can_prepack
 from inflight.lessons.methods import Method, Setting, warm_up
 from inflight.lessons.race import Race, mixed_requests, run_race
-from inflight.lessons.run import LessonRequest, Run
+from inflight.lessons.run import CACHE, LessonRequest, Run
 from inflight.lessons.scores import Scores
 from inflight.lessons.static_bench import gpt2_with_random_weights
 from inflight.observe.pictures import new_figure
@@ -230,7 +230,7 @@ def _seconds_of_a_plain_decode(model: PreTrainedModel, num_rows: int) -> float:
     seconds: list[float] = []
     for _ in range(17):
         start = time.perf_counter()
-        logits = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(input_ids=ids, **{CACHE: cache}, use_cache=True, logits_to_keep=1).logits
         ids = logits[:, -1].argmax(dim=-1, keepdim=True)
         seconds.append(time.perf_counter() - start)
     return statistics.median(seconds[1:])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.picture_model import PICTURE_MODEL
 from inflight.picture_model.drawing import PROMPT, draw, scenes
-from inflight.text.media import NEEDS
+from inflight.text.media import NEEDS_PILLOW
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -27,7 +27,7 @@ def show_pictures(slots: int) -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise InvalidRequestError(NEEDS) from error
+        raise InvalidRequestError(NEEDS_PILLOW) from error
     from rich.columns import Columns
     from rich.console import Console
     from rich.text import Text

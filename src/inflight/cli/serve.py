@@ -303,7 +303,8 @@ def _listeners(address: Address, max_stall: float) -> list[socket.socket]:
             where = f"{host}, port {port}"
             listeners.append(listen(host, port, max_stall))
     except OSError as error:
-        raise click.ClickException(f"cannot listen on {where}: {error.strerror or error}") from error
+        reason = os.strerror(error.errno) if error.errno else error  # asyncio adds the address to its own
+        raise click.ClickException(f"cannot listen on {where}: {reason}") from error
     return listeners
 
 

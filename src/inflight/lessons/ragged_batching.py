@@ -14,7 +14,7 @@ from typing import Unpack
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Options, Run
+from inflight.lessons.run import CACHE, LessonRequest, Options, Run
 
 
 @dataclass(slots=True)
@@ -71,7 +71,7 @@ def forward_ragged(model: PreTrainedModel, streams: Sequence[Stream]) -> list[in
         input_ids=torch.tensor([tokens], device=device),
         position_ids=torch.tensor([positions], device=device),
         attention_mask=ragged_mask(streams, model.dtype, device),
-        past_key_values=packed,
+        **{CACHE: packed},
         use_cache=True,
         logits_to_keep=last_rows,
     ).logits[0]

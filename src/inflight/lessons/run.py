@@ -4,10 +4,13 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from typing import TypedDict
 
 from inflight.observe.timeline import Lane, SlotUse
 
+CACHE = "cache" if tuple(map(int, version("transformers").split(".")[:2])) >= (5, 24) else "past_key_values"
+"""The name of a model's argument for its cache."""
 MOST_LOGGED, MOST_LOGGED_IDS = 60, 10
 """Characters of a text, and ids of tokens, in a line of the log."""
 

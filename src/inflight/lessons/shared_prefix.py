@@ -15,7 +15,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Options, Run
+from inflight.lessons.run import CACHE, LessonRequest, Options, Run
 from inflight.lessons.static_batching import generate_together, greedy, left_pad
 
 CHUNK_SIZE = 16
@@ -51,7 +51,7 @@ def generate_batch(
     cache = DynamicCache()
     if prefix_length:
         prefix = torch.tensor([list(prompts[0][:prefix_length])], device=model.device)
-        model(prefix, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(prefix, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
         account.ragged({0: (group[0], prefix_length, prefix_length)})
         cache = broadcast_kv(cache, len(group))
     input_ids, suffix_mask = left_pad([prompt[prefix_length:] for prompt in prompts], model.device)

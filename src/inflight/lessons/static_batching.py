@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 from transformers import DynamicCache, PreTrainedModel
 
-from inflight.lessons.run import LessonRequest, Options, Run
+from inflight.lessons.run import CACHE, LessonRequest, Options, Run
 
 
 @torch.inference_mode()
@@ -85,7 +85,7 @@ def last_logits(
         input_ids=input_ids,
         attention_mask=attention_mask,
         position_ids=positions[:, -input_ids.shape[1] :],
-        past_key_values=cache,
+        **{CACHE: cache},
         use_cache=True,
         logits_to_keep=1,
     ).logits

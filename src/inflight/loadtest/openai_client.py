@@ -4,6 +4,7 @@ Splits event streams into chunks, and reports failures in one line. It decodes o
 thousand streams at once cost little of one core.
 """
 
+import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self, TypeVar
@@ -246,7 +247,7 @@ def _failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        raise ServerError(f"cannot connect: {error.strerror or error}") from None
+        raise ServerError(f"cannot connect: {os.strerror(error.errno) if error.errno else error}") from None
     except aiohttp.ClientPayloadError:
         raise ServerError("the connection broke during the answer") from None
     except (aiohttp.ServerDisconnectedError, ConnectionError):

@@ -38,10 +38,7 @@ MAX_SAMPLES = 2**26
 """Of a sound, in all its channels, and once it is resampled: 70 minutes at 16 kHz."""
 MAX_PIXELS = 2**26
 """Of all frames of a video."""
-NEEDS = (
-    "images need Pillow (pip install 'inflight-llm[images]'), sounds soundfile and soxr (pip install "
-    "'inflight-llm[audio]'), and many models' processors torchvision or torchaudio"
-)
+NEEDS_PILLOW = "images need Pillow (pip install pillow)"
 _DATA_URL = re.compile(r"data:[\w.+-]+/[\w.+-]+;base64,")
 _URL = re.compile(r"(https?|file)://", re.IGNORECASE)
 _ERRORS = (binascii.Error, OSError, ValueError, TypeError, SyntaxError, AttributeError, EOFError, RuntimeError)
@@ -112,7 +109,7 @@ def _open_frames(what: str, source: ImageSource, *, whole: bool = False) -> Iter
         import PIL.ImageOps
         import PIL.ImageSequence
     except ImportError as error:
-        raise InvalidRequestError(NEEDS) from error
+        raise InvalidRequestError(NEEDS_PILLOW) from error
     with _reading(what, source, "Pillow", PIL.UnidentifiedImageError), _opened(source) as file:
         try:
             if isinstance(source, PIL.Image.Image):
@@ -135,7 +132,7 @@ def open_sound(source: SoundSource, sampling_rate: int) -> NDArray[float32]:
         import soundfile
         import soxr
     except (ImportError, OSError) as error:  # without libsndfile, too
-        raise InvalidRequestError(NEEDS) from error
+        raise InvalidRequestError("sounds need soundfile and soxr (pip install soundfile soxr)") from error
     with _reading("a sound", source, "libsndfile", soundfile.LibsndfileError), _opened(source) as file:
         if file is None:
             given, rate = source if isinstance(source, tuple) else (source, sampling_rate)

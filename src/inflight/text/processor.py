@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from inflight.contracts.api.errors import InvalidRequestError
 from inflight.contracts.step.multimodal import KINDS, Array, EncoderInput, MultimodalInputs, placeholder_id
-from inflight.text.media import NEEDS, ImageSource, SoundSource, VideoSource, open_image, open_sound, open_video
+from inflight.text.media import ImageSource, SoundSource, VideoSource, open_image, open_sound, open_video
 from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
@@ -83,7 +83,8 @@ class Processor:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
             inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
         except ImportError as error:
-            raise InvalidRequestError(f"{NEEDS} ({one_line(error)})") from error
+            needed = "the model's processor needs packages that are missing, such as Pillow, torchvision or torchaudio"
+            raise InvalidRequestError(f"{needed}: {one_line(error)}") from error
         except Exception as error:  # a damaged file can raise anything
             raise InvalidRequestError(f"the processor of {source!r} cannot be read: {one_line(error)}") from error
         processor = cls(inner, config)

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.ragged_batch import to_device
 
-CACHE_NAMES = ("past_key_values", "cache_params", "state", "mems")
-"""Names of the cache, as an argument and as an output."""
+CACHE_NAMES = ("cache", "past_key_values", "cache_params", "state", "mems")
+"""Names of the cache, as an argument and as an output; "cache" since `transformers` 5.24."""
 
 
 def forward_parameters(model: PreTrainedModel) -> set[str]:

@@ -169,7 +169,7 @@ def _api_error(request: Request, error: Exception) -> ApiError:
         return ApiError(405, message, code="method_not_allowed", headers=error.headers)
     if isinstance(error, RequestValidationError) and isinstance(error.body, bytes):
         given = request.headers.get("content-type")
-        message = f"the content type is {given!r}; the body must be JSON, and say so with application/json"
+        message = f"the content type is {given!r}; send JSON with the header Content-Type: application/json"
         return ApiError(415, message, code="unsupported_media_type")
     return ApiError.from_exception(error)
 

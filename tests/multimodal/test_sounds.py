@@ -96,7 +96,7 @@ def test_a_long_sound_is_refused_before_it_is_decoded(monkeypatch: pytest.Monkey
 
 def test_without_soundfile_a_sound_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "soundfile", None)
-    with pytest.raises(InvalidRequestError, match="sounds soundfile and soxr"):
+    with pytest.raises(InvalidRequestError, match="sounds need soundfile and soxr"):
         open_sound(b"RIFF", RATE)
 
 

@@ -188,7 +188,7 @@ def test_an_unknown_endpoint_is_refused(server: RunningServer) -> None:
     assert "does not take POST; it takes GET" in error_of(server, "/v1/models", b"{}", 405)["message"]
     assert server.http.get(COMPLETIONS).headers["allow"] == "POST"
     error = error_of(server, COMPLETIONS, b'{"prompt": "a"}', 415, content_type="text/plain")
-    assert "the content type is 'text/plain'; the body must be JSON" in error["message"]
+    assert "the content type is 'text/plain'; send JSON" in error["message"]
 
 
 def test_null_means_absent(server: RunningServer) -> None:

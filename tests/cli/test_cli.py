@@ -123,7 +123,7 @@ def test_chats_use_the_chat_template(command: Command) -> None:
         (["x", "--dtype", "int3"], "", "int3"),
         (["x", "--temprature", "1"], "", "--temprature"),
         (["x", "--model", "/nowhere/at/all"], "", "there is no model folder '/nowhere/at/all'"),
-        (["x", "--model", "/"], "", "the folder '/' has no config.json, so it is no model"),
+        (["x", "--model", "/"], "", "the folder '/' has no config.json; give a folder"),
         (["x", "--dtype", "float16"], "", "unusably slow on a CPU"),
         (["one", ""], "", "prompt 1: the prompt is empty"),
         ([], "", "there are no prompts"),

@@ -108,12 +108,7 @@ def decorated(config: Any) -> PreTrainedModel:
 
 @pytest.mark.parametrize(
     ("make", "executor"),
-    [
-        (PassesOn, "packed"),
-        (decorated, "packed"),
-        (NamedPast, "sequential"),
-        (ReturnsOnly, "sequential"),
-    ],
+    [(PassesOn, "packed"), (decorated, "packed"), (NamedPast, "sequential"), (ReturnsOnly, "sequential")],
 )
 def test_a_forward_that_hides_its_cache_gives_no_wrong_token(
     make: Callable[[Any], PreTrainedModel], executor: str

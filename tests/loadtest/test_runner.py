@@ -317,7 +317,7 @@ def test_a_missing_server_is_a_reason_for_failure() -> None:
         async with OpenAIClient(f"http://127.0.0.1:{port}") as client:
             (record,) = await run_load(client, PATH, requests(0.0))
         assert record.failure is not None
-        assert record.failure == "cannot connect: Connection refused"
+        assert record.failure == "cannot connect: connection refused"
 
     with unused_port() as port:
         run(check())

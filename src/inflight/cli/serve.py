@@ -303,7 +303,7 @@ def _listeners(address: Address, max_stall: float) -> list[socket.socket]:
             where = f"{host}, port {port}"
             listeners.append(listen(host, port, max_stall))
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno else error  # asyncio adds the address to its own
+        reason = str(error.strerror or error).partition(" (while attempting")[0]  # asyncio adds the address
         raise click.ClickException(f"cannot listen on {where}: {reason}") from error
     return listeners
 

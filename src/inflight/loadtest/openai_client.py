@@ -4,7 +4,6 @@ Splits event streams into chunks, and reports failures in one line. It decodes o
 thousand streams at once cost little of one core.
 """
 
-import os
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Self, TypeVar
@@ -247,7 +246,8 @@ def _failures_in_one_line() -> Iterator[None]:
     try:
         yield
     except aiohttp.ClientConnectorError as error:
-        raise ServerError(f"cannot connect: {os.strerror(error.errno) if error.errno else error}") from None
+        refused = isinstance(error.os_error, ConnectionRefusedError)  # whose text has the address as a tuple
+        raise ServerError(f"cannot connect: {'connection refused' if refused else error.strerror or error}") from None
     except aiohttp.ClientPayloadError:
         raise ServerError("the connection broke during the answer") from None
     except (aiohttp.ServerDisconnectedError, ConnectionError):

@@ -34,12 +34,11 @@ def read_config(source: str | os.PathLike[str], config: EngineConfig) -> PreTrai
     name = os.path.expanduser(source)
     is_folder = Path(name).is_dir()
     looks_like_path = not isinstance(source, str) or name.startswith((".", "/")) or name.count("/") > 1
+    instead = "give a folder with a config.json, a GGUF file, or a hub id (org/model)"
     if not is_folder and (looks_like_path or Path(name).exists()):
-        raise ModelError(
-            f"there is no model folder {name!r}; give a folder with a config.json, a GGUF file, or a hub id (org/model)"
-        )
+        raise ModelError(f"there is no model folder {name!r}; {instead}")
     if is_folder and not (Path(name) / "config.json").exists():
-        raise ModelError(f"the folder {name!r} has no config.json, so it is no model")
+        raise ModelError(f"the folder {name!r} has no config.json; {instead}")
     try:
         return AutoConfig.from_pretrained(name, trust_remote_code=config.trust_remote_code, revision=config.revision)
     except Exception as error:

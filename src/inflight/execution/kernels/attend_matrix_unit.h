@@ -33,7 +33,8 @@ struct UnitProducts {
     const int num_stripes = int(stripes.size()), num_parts = steps / at_once;
     for (int s = 0; s < num_stripes; s += 2, scores += strides(num_stripes).of_product) {
       const auto *left = stripes[s].keys, *right = stripes[std::min(s + 1, num_stripes - 1)].keys;
-      for (int next = s + 2; next < std::min(num_stripes, s + 4); ++next)  // the hardware does not see where it lies
+      // The hardware does not see where the next keys lie. (Those of few rows come out of memory: this would not help.)
+      for (int next = s + 2; num_rows > kTileRows && next < std::min(num_stripes, s + 4); ++next)
         for (int step = 0; step < steps; ++step)
           __builtin_prefetch(stripes[next].keys + step * kLanes * BFloat16::kPack, 0, 3);
       for (int row = 0; row < num_rows; row += kGroupRows) {

@@ -44,13 +44,13 @@ inline void clear_sums(int num_rows) {
 }
 
 // Adds the products of rows with the operands of two times sixteen outputs to the sums. Rows, and operands of the same
-// outputs, lie this many bytes apart. Passing rows leave the L1 cache to the operands.
-template <bool kIsInt8, bool kArePassing = false>
+// outputs, lie this many bytes apart. Streamed rows leave the L1 cache to the operands.
+template <bool kIsInt8, bool kStreamsRows = false>
 inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes, const char* left, const char* right,
                               int64_t operand_bytes) {
   _tile_loadd(6, left, operand_bytes);
   _tile_loadd(7, right, operand_bytes);
-  if constexpr (kArePassing) _tile_stream_loadd(4, rows, row_bytes);
+  if constexpr (kStreamsRows) _tile_stream_loadd(4, rows, row_bytes);
   else _tile_loadd(4, rows, row_bytes);
   if constexpr (kIsInt8) {
     _tile_dpbusd(0, 4, 6);
@@ -60,7 +60,7 @@ inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes,
     _tile_dpbf16ps(1, 4, 7);
   }
   if (num_rows <= kTileRows) return;
-  if constexpr (kArePassing) _tile_stream_loadd(5, rows + kTileRows * row_bytes, row_bytes);
+  if constexpr (kStreamsRows) _tile_stream_loadd(5, rows + kTileRows * row_bytes, row_bytes);
   else _tile_loadd(5, rows + kTileRows * row_bytes, row_bytes);
   if constexpr (kIsInt8) {
     _tile_dpbusd(2, 5, 6);

@@ -76,7 +76,7 @@ class MatrixUnit {
   // Adds products to sums, `[rows, 32]` int32 or float, of up to `kGroupRows` rows: of `count` times `num_operands`
   // operands. `meanwhile` is called once for each of these times. The sums stay in the unit until there are others, or
   // `settle`.
-  template <bool kArePassing, class Sum, class Meanwhile>
+  template <bool kStreamsRows, class Sum, class Meanwhile>
   void add_products(const char* rows, int num_rows, const char* panel, int64_t count, int num_operands, Sum* sums,
                     const Meanwhile& meanwhile) {
     hold(sums, num_rows, num_operands);
@@ -84,7 +84,7 @@ class MatrixUnit {
     asm volatile("" ::: "memory");  // the compiler does not know what is read
     for (int64_t i = 0; i < count; ++i, panel += num_operands * kPanelBytes, rows += kGroupRows * kTileRowBytes) {
       meanwhile();
-      add_tile_products<kIsInt8, kArePassing>(rows, num_rows, kTileRowBytes, panel, panel + kPanelBytes / 2, kPanelBytes);
+      add_tile_products<kIsInt8, kStreamsRows>(rows, num_rows, kTileRowBytes, panel, panel + kPanelBytes / 2, kPanelBytes);
     }
   }
 

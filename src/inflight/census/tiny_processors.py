@@ -31,7 +31,7 @@ from transformers.utils import is_torchvision_available
 from inflight.census.sensitive import build
 from inflight.census.tiny_configs import HIDDEN_SIZE, NUM_CODES, whole_config
 from inflight.contracts.step.multimodal import KINDS
-from inflight.text.processor import Processor
+from inflight.text.processor import Processor, reading_texts
 
 SIDE = 32
 """Of an encoder's image, where the configuration names none."""
@@ -106,6 +106,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "qwen2_5_omni_thinker": _WINDOWS | _OMNI | _HEARS,
     "qwen3_omni_moe_thinker": _DEEP | _OMNI | _HEARS,
     "vipllava": {"vision_feature_layers": [-2, -1]},
+    "voxtral": {"audio_config.max_source_positions": 1500, "audio_config.intermediate_size": 4 * HIDDEN_SIZE},
 }
 """Further values of a class's configuration, by path. A part's value may be a model type: a tiny one of that."""
 
@@ -335,7 +336,9 @@ def _processor(model_type: str, config: PreTrainedConfig, num_tokens: int) -> Pr
     parameters = inspect.signature(processor_class.__init__).parameters
     given |= {name: _tokenizer(model_type) for name in parameters if name.endswith("_tokenizer")}
     arguments = {name: value for name, value in given.items() if name in parameters and value is not None}
-    processor: ProcessorMixin = processor_class(**(arguments | PROCESSORS.get(model_type, {})))
+    processor: ProcessorMixin = reading_texts(processor_class(**(arguments | PROCESSORS.get(model_type, {}))))
+    if model_type == "voxtral":  # which knows its token by number
+        processor.audio_token = given["tokenizer"].audio_token
     if model_type in PLACEHOLDERS:
         processor.chat_template = _CHAT.format(PLACEHOLDERS[model_type])
     return processor

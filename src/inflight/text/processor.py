@@ -20,7 +20,7 @@ from inflight.text.media import ImageSource, SoundSource, VideoSource, open_imag
 from inflight.text.tokenizer import one_line
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, ProcessorMixin
+    from transformers import PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
 
 Opened: TypeAlias = Mapping[str, Sequence[Any]]
 """Items as processors take them, by kind."""
@@ -57,7 +57,7 @@ class Processor:
     """
 
     def __init__(self, inner: ProcessorMixin, config: PreTrainedConfig | None = None) -> None:
-        self.inner, self._config = copy.copy(inner), config
+        self.inner, self._config = reading_texts(inner), config
         self.limits: Mapping[str, int] = {}
         self._readers: dict[str, Reader] = {}
         self._lock = threading.Lock()
@@ -75,13 +75,29 @@ class Processor:
                     reader.has_placeholder = not self.prompts_decoder
 
     @classmethod
-    def load(cls, source: str, *, trust_remote_code: bool = False, revision: str | None = None) -> Processor:
-        """Read a checkpoint's processor. Raises `InvalidRequestError` if there is none that reads images or sounds."""
+    def load(
+        cls,
+        source: str,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        trust_remote_code: bool = False,
+        revision: str | None = None,
+    ) -> Processor:
+        """Read a checkpoint's processor.
+
+        Args:
+            tokenizer: to take in place of the processor's own.
+
+        Raises:
+            InvalidRequestError: there is none that reads images or sounds.
+        """
         from transformers import AutoConfig, AutoProcessor
 
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
             inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
+            if tokenizer is not None:
+                inner.tokenizer = tokenizer
         except ImportError as error:
             needed = "the model's processor needs packages that are missing, such as Pillow, torchvision or torchaudio"
             raise InvalidRequestError(f"{needed}: {one_line(error)}") from error
@@ -276,6 +292,15 @@ class Reader:
     @cached_property
     def _settings(self) -> bytes:
         return str(self._part.to_json_string()).encode()
+
+
+def reading_texts(inner: ProcessorMixin) -> ProcessorMixin:
+    """A copy that reads items in texts."""
+    if type(inner).__name__ != "VoxtralProcessor":
+        return copy.copy(inner)
+    from inflight.text.voxtral import VoxtralTexts
+
+    return VoxtralTexts.of(inner)
 
 
 def _process(inner: ProcessorMixin, text: str, opened: Opened, add_special_tokens: bool) -> Mapping[str, Any]:

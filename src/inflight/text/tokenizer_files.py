@@ -99,6 +99,8 @@ _TOKENIZER_FILES = (
     "tiktoken.model",
 )
 
+NO_CHATS = "without a chat template the model cannot chat: mistral-common writes one (pip install mistral-common)"
+
 SPECIAL_TOKENS = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 """Names of role tokens in a tokenizer and in a GGUF file."""
 ENDS = ("eos", "eot", "eom")
@@ -154,33 +156,52 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
     if is_folder and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
+    from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        inner = AutoTokenizer.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
-        if not inner.chat_template:
-            inner.chat_template = _processors_template(source, revision)
+        tekken = _file(source, "tekken.json", revision)
+        if tekken and not _file(source, "tokenizer.json", revision):
+            inner = _from_tekken(tekken)
+        else:
+            inner = AutoTokenizer.from_pretrained(source, mistral_format=False, **options)
+        if not inner.chat_template and (path := _file(source, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, revision)):
+            inner.chat_template = str(json.loads(Path(path).read_text())["chat_template"])
     except Exception as error:  # a damaged file can raise anything
         raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
     if len(inner) > len(inner.all_special_ids):
-        load = partial(Processor.load, source, trust_remote_code=trust_remote_code, revision=revision)
-        return Tokenizer(inner, load_processor=load)
+        notes = (NO_CHATS,) if tekken and not inner.chat_template else ()
+        load = partial(Processor.load, source, tokenizer=inner if tekken else None, **options)
+        return Tokenizer(inner, notes=notes, load_processor=load)
     if is_folder:
         raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
     return None  # a repository without tokenizer files
 
 
-def _processors_template(source: str, revision: str | None) -> str | None:
-    """The chat template in the files of a multimodal model's processor, where older checkpoints have it; None: none."""
-    from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
+def _file(source: str, name: str, revision: str | None) -> str | None:
+    """The path of a checkpoint's file; None: it has none, or cannot be reached."""
+    from transformers.utils import cached_file
 
-    path = cached_file(
+    path: str | None = cached_file(
         source,
-        LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
+        name,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return None if path is None else str(json.loads(Path(path).read_text())["chat_template"])
+    return path
+
+
+def _from_tekken(path: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a file in Mistral's own format; mistral-common, where it is installed, writes its template."""
+    from transformers.integrations.mistral.tokenizer import convert_tekken_tokenizer
+
+    inner = convert_tekken_tokenizer(path)
+    inner.add_bos_token = True
+    inner.update_post_processor()
+    if inner.chat_template:
+        inner.chat_template = inner.chat_template.replace("'input_audio'", "'audio'")  # the type of our parts
+    return inner
 
 
 class _Handed:

@@ -233,7 +233,8 @@ def _parser() -> argparse.ArgumentParser:
         help="gpt2, qwen3-0.6b, llama-3.2-1b, qwen3-moe (shapes, random weights) or a model's folder",
     )
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--quantization", choices=("int8", "int4", "q4_k_m"), help="quantization of the weights")
+    kinds = sorted({kind for peer in PEERS.values() for _, kind in peer.precisions if kind})
+    parser.add_argument("--quantization", choices=kinds, help="quantization of the weights")
     parser.add_argument("--peers", default=peers, help=f"a comma-separated selection from {peers}")
     parser.add_argument(
         "--workloads", default=",".join(USUAL_WORKLOADS), help=f"a comma-separated selection from {workloads}"

@@ -22,6 +22,8 @@ INT8: tuple[Precision, ...] = (("float32", "int8"), ("bfloat16", "int8"))
 INT4: tuple[Precision, ...] = tuple((dtype, bits) for dtype in ("float32", "bfloat16") for bits in ("int4", "q4_k_m"))
 """In four bits: as each engine rounds to them by itself; and llama.cpp's usual file, which others that do not read it
 replace by their own four bits."""
+FEW_BITS: tuple[Precision, ...] = tuple(("bfloat16", kind) for kind in ("q2_k", "q3_k_m", "tq2_0"))
+"""Files of llama.cpp's of two and three bits."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +83,7 @@ PEERS: Mapping[str, Peer] = {
             OURS,
             "inflight",
             "benchmarks.peers.this_engine",
-            precisions=FLOATS + INT8 + INT4,
+            precisions=FLOATS + INT8 + INT4 + FEW_BITS,
             speculations=("ngram", "draft"),
         ),
         Peer("hf-static", "transformers, static waves", "benchmarks.peers.hf_static"),
@@ -110,7 +112,7 @@ PEERS: Mapping[str, Peer] = {
             "llama.cpp server",
             "benchmarks.peers.llamacpp_server",
             model_format="gguf",
-            precisions=FLOATS + INT8 + INT4,
+            precisions=FLOATS + INT8 + INT4 + FEW_BITS,
             speculations=("ngram", "draft"),
             environment="llamacpp",
             needs_build=True,

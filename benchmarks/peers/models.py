@@ -13,15 +13,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.peers.catalogue import FOLDER, PEERS, Peer
+from benchmarks.peers.catalogue import FEW_BITS, FOLDER, PEERS, Peer
 from benchmarks.peers.install import llamacpp_sources
 
 MODELS = FOLDER / ".models"
 WEIGHT_SEED = 0
 OPENVINO_WEIGHTS = {"float32": "fp32", "bfloat16": "fp16"}
 """Its only 16-bit export format is fp16; with bfloat16 arithmetic that is as fast as fp32 and needs less memory."""
-GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0", "int4": "q4_0", "q4_k_m": "q4_k_m"}
-MADE_OF_OTHERS = ("q4_0", "q4_k_m")
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "int8": "q8_0", "int4": "q4_0"}
+"""By precision; others are GGUF's own names."""
+OWN_FILES = ("q4_k_m", *(kind for _, kind in FEW_BITS))
+MADE_OF_OTHERS = ("q4_0", *OWN_FILES)
 """Types that the converter does not write; `llama-quantize` makes them of a file in bfloat16."""
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 128, "zero_point": True, "version": "gemm"}
 """Of the four-bit forms that vLLM reads on a CPU the fastest one, if only just."""
@@ -67,7 +69,7 @@ def model_folder(model: str) -> Path:
 
 def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> Path:
     """Return what the peer loads for the model in `folder`. Raises `RuntimeError` if it cannot be converted."""
-    if peer.model_format == "hf" and quantization == "q4_k_m":
+    if peer.model_format == "hf" and quantization in OWN_FILES:
         peer = PEERS["llamacpp"]
     if peer.model_format == "hf":
         return folder
@@ -84,7 +86,7 @@ def prepare(peer: Peer, folder: Path, dtype: str, quantization: str | None) -> P
             MODELS / f"{name}-openvino-{weights}", lambda target: _to_openvino(peer, folder, target, weights)
         )
     if peer.model_format == "gguf":
-        kind = GGUF_TYPES[quantization or dtype]
+        kind = GGUF_TYPES.get(quantization or dtype) or str(quantization)
         return make_once(MODELS / f"{name}-{kind}.gguf", lambda target: _to_gguf(peer, folder, target, kind))
     kind = quantization or dtype
     return make_once(MODELS / f"{name}-ctranslate2-{kind}", lambda target: _to_ctranslate2(peer, folder, target, kind))

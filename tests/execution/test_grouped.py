@@ -19,6 +19,7 @@ from inflight.execution.grouped import weight as weights
 from inflight.execution.grouped.rounding import Rounding, channels_of, rounded_channels
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, Groups
 from inflight.execution.hf import gguf_model
+from inflight.execution.hf.gguf_lattice import LATTICES
 from inflight.execution.hf.gguf_model import packed_blocks
 from inflight.execution.kernels import has_panels
 from inflight.execution.preparation import prepare as preparation
@@ -47,6 +48,15 @@ LAYOUTS = {
     "floats of eight bits": GroupedLayout(8, 128, has_wide_scales=True, code="e4m3"),
     "floats of four bits": GroupedLayout(4, 32, middle=12, code="e2m1"),
     "nonlinear": GroupedLayout(4, 256, fine=1, middle=128, code="nonlinear"),
+    "two bits": GroupedLayout(2, 256, middle=1),
+    "two bits, a minimum": GroupedLayout(2, 64, has_minima=True, has_wide_scales=True),
+    "two bits, two fine minima": GroupedLayout(2, 256, fine=2, has_minima=True),
+    "three bits": GroupedLayout(3, 128, middle=4),
+    "three bits, a minimum": GroupedLayout(3, 32, has_minima=True, has_wide_scales=True),
+    "three bits, two fine scales": GroupedLayout(3, 256, fine=2, middle=4),
+    "a lattice": GroupedLayout(4, 256, fine=2, middle=64, has_wide_scales=True, code="lattice2"),
+    "another lattice": GroupedLayout(4, 256, fine=1, middle=64, code="lattice3"),
+    "odd numbers": GroupedLayout(4, 256, fine=1, middle=16, code="odd"),
 }
 SHAPES = [(64, 64), (300, 96), (33, 40), (70, 33), (16, 700)]
 
@@ -81,7 +91,7 @@ def random_groups(layout: GroupedLayout, shape: tuple[int, int], *, in_another_o
         scales(),
         whole(num_chunks * layout.fine) if layout.fine else None,
         scales() if layout.has_minima else None,
-        whole(num_chunks) if layout.has_minima and layout.fine else None,
+        whole(num_chunks * layout.fine) if layout.has_minima and layout.fine else None,
         order=torch.randperm(num_inputs, generator=generator) if in_another_order else None,
     )
 
@@ -93,7 +103,7 @@ def grouped(groups: Groups, dtype: torch.dtype = torch.float32) -> GroupedWeight
 # ------------------------------------------------------------------------------------------- what they stand for
 
 
-@pytest.mark.parametrize("kind", gguf_model.LAYOUTS)
+@pytest.mark.parametrize("kind", [*gguf_model.LAYOUTS, *LATTICES])
 def test_a_type_of_gguf_is_taken_apart_without_loss(kind: str) -> None:
     blocks = random_blocks(kind, 70, 1280)
     expected = torch.from_numpy(gguf.dequantize(blocks.flatten(1).numpy(), gguf.GGMLQuantizationType[kind]).copy())
@@ -107,7 +117,7 @@ def test_a_type_of_gguf_is_taken_apart_without_loss(kind: str) -> None:
 
 def test_scales_that_are_not_finite_are_refused() -> None:
     rows = torch.arange(1, 34)[None]
-    for kind, place in (("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 209), ("MXFP4", 0)):
+    for kind, place in (("Q4_K", 1), ("Q4_K", 3), ("Q6_K", 209), ("MXFP4", 0), ("IQ2_S", 1)):
         blocks = random_blocks(kind, 33, 1280)
         packed_blocks(kind, [blocks], rows)
         blocks[32, -1, place] = 255

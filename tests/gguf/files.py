@@ -22,6 +22,13 @@ SCALES = {
     "Q4_K": [0, 2],
     "Q5_K": [0, 2],
     "Q6_K": [208],
+    "TQ1_0": [52],
+    "TQ2_0": [64],
+    "IQ1_S": [0],
+    "IQ2_XXS": [0],
+    "IQ2_XS": [0],
+    "IQ2_S": [0],
+    "IQ3_XXS": [0],
     "IQ3_S": [0],
     "IQ4_NL": [0],
     "IQ4_XS": [0],
@@ -66,6 +73,12 @@ def random_blocks(kind: str, num_rows: int, num_inputs: int, size: float = 0.01,
     blocks = torch.randint(0, 256, (*shape, num_bytes), generator=generator, dtype=torch.uint8)
     if kind in EXPONENT:
         blocks[..., EXPONENT[kind]] = torch.randint(115, 125, shape, generator=generator, dtype=torch.uint8)
+    if kind == "IQ1_M":  # a scale's bits are the highest of four words
+        scales = torch.randn(shape, generator=generator).mul(size).half().view(torch.int16).int()
+        words = blocks[..., -8:].view(torch.int16).int() & 0x0FFF
+        blocks[..., -8:] = (
+            (words | (scales[..., None] >> torch.arange(0, 16, 4) & 15) << 12).to(torch.int16).view(torch.uint8)
+        )
     for place in SCALES.get(kind, []):
         scales = torch.randn(shape, generator=generator).mul(size).half()
         blocks[..., place : place + 2] = scales[..., None].view(torch.uint8)
@@ -279,7 +292,7 @@ def _write_tensor(writer: gguf.GGUFWriter, name: str, values: torch.Tensor, kind
     if kind == "F32":
         writer.add_tensor(name, values.float().contiguous().numpy())
         return
-    if kind in SCALES and kind.endswith(("_K", "_XS", "_NL", "_S")):  # the package cannot round to these
+    if kind == "IQ1_M" or (kind in SCALES and kind.endswith(("_K", "_XXS", "_XS", "_NL", "_S"))):  # as it cannot round
         size = 0.1 * float(values.std()) / (1 if kind == "IQ4_NL" else 20)
         packed = random_blocks(kind, values[..., 0].numel(), values.shape[-1], size, seed=len(name))
         data = packed.reshape(*values.shape[:-1], -1).numpy()

@@ -34,6 +34,16 @@ MIXED = [
     "Q5_1",
     "IQ4_NL",
     "IQ4_XS",
+    "Q2_K",
+    "TQ1_0",
+    "TQ2_0",
+    "IQ1_S",
+    "IQ1_M",
+    "IQ2_XXS",
+    "IQ2_XS",
+    "IQ2_S",
+    "IQ3_XXS",
+    "IQ3_S",
     "F16",
     "BF16",
     "F32",
@@ -102,7 +112,8 @@ def read_by_transformers(name: str, path: Path) -> PreTrainedModel:
 def test_every_weight_is_what_transformers_reads(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     are_states = name in ("qwen3_5_text", "qwen3_5_moe_text", "lfm2")  # the mapping for these reads fewer types
-    write(path, MODELS[name], of_kinds(*(each for each in MIXED if not are_states or each not in ("Q5_0", "Q5_1"))))
+    unread = ("Q5_0", "Q5_1", "TQ1_0", "TQ2_0") if are_states else ()
+    write(path, MODELS[name], of_kinds(*(each for each in MIXED if each not in unread)))
     own = load_model(path, EngineConfig(dtype="float32"))
     theirs = read_by_transformers(name, path)
     assert all("the model has their columns in another order" in note for note in own.inflight_notes)
@@ -197,8 +208,9 @@ def test_a_vocabulary_without_what_is_needed_is_refused_in_words(tmp_path: Path)
         read_tokenizer(str(path))
 
 
-def test_types_that_no_kernel_reads_are_expanded_and_said(tmp_path: Path) -> None:
+def test_types_that_no_kernel_reads_are_expanded_and_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "model.gguf"
+    monkeypatch.setattr("inflight.execution.hf.gguf_model.kernels_available", lambda: False)
     write(path, MODELS["llama"], of_kinds("Q2_K", "IQ3_S", "TQ2_0", "Q4_K"))
     own, expected = load_model(path, EngineConfig(dtype="float32")), read_by_transformers("llama", path).state_dict()
     for kind in ("Q2_K", "IQ3_S", "TQ2_0"):

@@ -5,7 +5,7 @@ import torch
 
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, Groups
 
-WIDTHS = (4, 5, 8)
+WIDTHS = (2, 3, 4, 5, 8)
 """Supported bits; narrower numbers are widened."""
 BYTE = 8
 """Bits."""

@@ -27,10 +27,14 @@ BYTES_AT_ONCE = 2**22
 TABLES = {
     "e2m1": (12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0),
     "nonlinear": (1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241),
+    "lattice2": (21, 39, 55, 56, 57, 63, 64, 64, 64, 64, 65, 71, 72, 73, 89, 107),
+    "lattice3": (2, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100, 108, 116, 126),
+    "odd": tuple(range(1, 32, 2)),
 }
-"""Lookup tables of four-bit numbers: "e2m1", the floats of MXFP4, doubled, around 12; "nonlinear", the values of GGUF's
-`IQ4_NL`, around 128."""
-CODES = ("whole", "e4m3", "e2m1", "nonlinear")
+"""Lookup tables of four-bit numbers: "e2m1", the floats of MXFP4, doubled, around 12; of GGUF's types: "nonlinear",
+`IQ4_NL`'s values, around 128; "lattice2" (`IQ1`, `IQ2`) and "lattice3" (`IQ3_XXS`), around 64; "odd" (`IQ3_S`), around
+16."""
+CODES = ("whole", "e4m3", "e2m1", "nonlinear", "lattice2", "lattice3", "odd")
 """Interpretations of numbers: integers; 8-bit floats (`float8_e4m3fn`); entries of `TABLES`."""
 aten = torch.ops.aten
 
@@ -80,7 +84,7 @@ class Groups:
         coarse: `[out, runs]` float16 or float32, for `layout.coarse` inputs each.
         fine: `[out, in / 32 * layout.fine]` int8.
         coarse_minima: `[out, runs]`, like `coarse`.
-        fine_minima: `[out, in / 32]` int8.
+        fine_minima: like `fine`.
         order: `[in]` int64, the input of each column; None: in order.
     """
 
@@ -101,10 +105,11 @@ class Groups:
     def values(self) -> torch.Tensor:
         """The weight `[out, in]` float32: the definition."""
         num_inputs, layout = self.numbers.shape[1], self.layout
-        scales = _spread(self.coarse, layout.coarse, self.fine, CHUNK // max(1, layout.fine), num_inputs)
+        group = CHUNK // max(1, layout.fine)
+        scales = _spread(self.coarse, layout.coarse, self.fine, group, num_inputs)
         weight = (self._decoded() - layout.middle) * scales
         if self.coarse_minima is not None:
-            weight -= _spread(self.coarse_minima, layout.coarse, self.fine_minima, CHUNK, num_inputs)
+            weight -= _spread(self.coarse_minima, layout.coarse, self.fine_minima, group, num_inputs)
         return weight if self.order is None else weight[:, self.order.argsort()]
 
     def _decoded(self) -> torch.Tensor:
@@ -125,7 +130,7 @@ class Groups:
         if missing and fine is not None:
             fine = functional.pad(fine, (0, missing * self.layout.fine))
         if missing and fine_minima is not None:
-            fine_minima = functional.pad(fine_minima, (0, missing))
+            fine_minima = functional.pad(fine_minima, (0, missing * self.layout.fine))
         panels = torch.ops.inflight.pack_grouped(self.layout.words, numbers, coarse, fine, coarse_minima, fine_minima)
         return PackedMatrix(panels, self.order)
 

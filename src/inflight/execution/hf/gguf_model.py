@@ -20,6 +20,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.floats import BIAS, MIDDLE, TWICE
 from inflight.execution.grouped.weight import CHUNK, GroupedLayout, GroupedWeight, PackedMatrix
+from inflight.execution.hf.gguf_lattice import LATTICES, lattice_groups
 from inflight.execution.hf.gguf_mapping import find_mapping
 from inflight.execution.hf.model_class import auto_class_of
 from inflight.execution.hf.source import first_line
@@ -33,13 +34,16 @@ LAYOUTS = {
     "Q5_0": GroupedLayout(5, 32, middle=16),
     "Q5_1": GroupedLayout(5, 32, has_minima=True),
     "Q8_0": GroupedLayout(8, 32, middle=128),
-    "Q3_K": GroupedLayout(6, 256, fine=2, middle=4),  # in six bits, because nothing multiplies with three
+    "Q2_K": GroupedLayout(2, 256, fine=2, has_minima=True),
+    "Q3_K": GroupedLayout(3, 256, fine=2, middle=4),
     "Q4_K": GroupedLayout(4, 256, fine=1, has_minima=True),
     "Q5_K": GroupedLayout(5, 256, fine=1, has_minima=True),
     "Q6_K": GroupedLayout(6, 256, fine=2, middle=32),
     "IQ4_NL": GroupedLayout(4, 32, middle=128, code="nonlinear"),
     "IQ4_XS": GroupedLayout(4, 256, fine=1, middle=128, code="nonlinear"),
     "MXFP4": GroupedLayout(4, 32, middle=MIDDLE, code="e2m1"),
+    "TQ1_0": GroupedLayout(2, 256, middle=1),
+    "TQ2_0": GroupedLayout(2, 256, middle=1),
 }
 HALF_POWERS = (-24, 15)
 """Exponents of the least and the greatest power of two that is a float16."""
@@ -49,13 +53,19 @@ def packed_blocks(kind: str, blocks: Sequence[torch.Tensor], rows: torch.Tensor)
     """A matrix `[out, in]` in panels, with its layout.
 
     Args:
-        kind: of `LAYOUTS`.
+        kind: of `LAYOUTS` or `LATTICES`.
         blocks: `[n, in / block, bytes]` uint8 each.
         rows: `[tensors, out]` int64, the index of each row of the matrix in each tensor, from 1, or 0.
 
     Raises:
         RuntimeError: some scales are not finite.
     """
+    if kind in LATTICES:
+        chosen = torch.empty(rows.shape[1], *blocks[0].shape[1:], dtype=torch.uint8)
+        for each, numbers in zip(blocks, rows, strict=True):
+            chosen[numbers > 0] = each[numbers[numbers > 0] - 1]
+        groups = lattice_groups(kind, chosen)
+        return groups.layout, groups.packed()
     layout = LAYOUTS[kind]
     if kind == "MXFP4":
         lowest, highest = (HALF_POWERS[end] + BIAS + TWICE for end in (0, 1))
@@ -171,7 +181,7 @@ class _Loader:
         matrices = rows.flatten(1, -2).unbind(1) if is_stacked else [rows]
         kinds, first, permutation = {entry.kind for entry in entries}, entries[0], self._mapping.permutation_of(name)
         is_whole = permutation is None and first.shape[-1] % CHUNK == 0 and kernels_available()
-        if is_whole and len(kinds) == 1 and first.kind in LAYOUTS:
+        if is_whole and len(kinds) == 1 and (first.kind in LAYOUTS or first.kind in LATTICES):
             packed = [self._packed(entries, each) for each in matrices]
             sizes = (rows.shape[-1], first.shape[-1])
             weight: torch.Tensor = GroupedWeight(

@@ -22,7 +22,7 @@ constexpr uint16_t kHalfExponent = 0x7c00, kHalfSign = 0x8000;
 struct Block {
   int64_t scale_bytes;
   uint32_t coarse, minimum;
-  int8_t fine[16], fine_minima[8];
+  int8_t fine[16], fine_minima[16];
   uint8_t numbers[256];
 };
 
@@ -124,6 +124,38 @@ void take_q3_k(const uint8_t* from, Block& to) {
   to.coarse = half_at(from + 108);
 }
 
+void take_q2_k(const uint8_t* from, Block& to) {
+  std::memset(to.numbers, 0, sizeof to.numbers);
+  take_pairs(from + 16, 0, to.numbers);
+  for (int i = 0; i < 16; ++i) {
+    to.fine[i] = from[i] & 15;
+    to.fine_minima[i] = from[i] >> 4;
+  }
+  to.coarse = half_at(from + 80);
+  to.minimum = half_at(from + 82);
+}
+
+void take_tq2_0(const uint8_t* from, Block& to) {
+  std::memset(to.numbers, 0, sizeof to.numbers);
+  take_pairs(from, 0, to.numbers);
+  to.coarse = half_at(from + 64);
+}
+
+// Five numbers, or in the last bytes four, in a byte: a fraction of 256, whose digits to base three they are. Of `count`
+// bytes digit i is that of number `count * i + byte`.
+void take_digits(const uint8_t* from, int count, int num_digits, uint8_t* numbers) {
+  for (int byte = 0; byte < count; ++byte)
+    for (uint8_t i = 0, rest = from[byte]; i < num_digits; ++i, rest = uint8_t(rest * 3))
+      numbers[count * i + byte] = uint8_t(rest * 3 >> 8);
+}
+
+void take_tq1_0(const uint8_t* from, Block& to) {
+  take_digits(from, 32, 5, to.numbers);
+  take_digits(from + 32, 16, 5, to.numbers + 160);
+  take_digits(from + 48, 4, 4, to.numbers + 240);
+  to.coarse = half_at(from + 52);
+}
+
 void take_iq4_xs(const uint8_t* from, Block& to) {
   to.coarse = half_at(from);
   for (int i = 0; i < 8; ++i) {
@@ -160,9 +192,11 @@ bool pack_run(const Grouped& layout, const uint8_t* const* rows, int64_t num_row
     if (layout.minima) store(run + 2 * (kPanelOutputs + output), uint16_t(block.minimum));
     uint8_t* chunk = run + layout.head_bytes();
     for (int64_t c = 0; c < layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
-      for (int64_t part = 0; part < layout.fine; ++part)
-        chunk[part * kPanelOutputs + output] = uint8_t(block.fine[c * layout.fine + part]);
-      if (layout.minima_bytes()) chunk[layout.fine_bytes() + output] = uint8_t(block.fine_minima[c]);
+      for (int64_t part = 0; part < layout.fine; ++part) {
+        const int64_t place = part * kPanelOutputs + output, own = c * layout.fine + part;
+        chunk[place] = uint8_t(block.fine[own]);
+        if (layout.minima) chunk[layout.fine_bytes() + place] = uint8_t(block.fine_minima[own]);
+      }
       write_numbers<kBits>(chunk + layout.fine_bytes() + layout.minima_bytes(), output, block.numbers + kChunk * c);
     }
   }
@@ -193,10 +227,12 @@ constexpr BlockType type_of(std::string_view kind, int64_t inputs, int64_t bytes
 constexpr BlockType kTypes[] = {
     type_of<take_q4_0, 4>("Q4_0", 32, 18),     type_of<take_q4_1, 4>("Q4_1", 32, 20),
     type_of<take_q5_0, 5>("Q5_0", 32, 22),     type_of<take_q5_1, 5>("Q5_1", 32, 24),
-    type_of<take_q8_0, 8>("Q8_0", 32, 34),     type_of<take_q3_k, 6>("Q3_K", 256, 110),
+    type_of<take_q8_0, 8>("Q8_0", 32, 34),     type_of<take_q3_k, 3>("Q3_K", 256, 110),
     type_of<take_q4_k, 4>("Q4_K", 256, 144),   type_of<take_q5_k, 5>("Q5_K", 256, 176),
     type_of<take_q6_k, 6>("Q6_K", 256, 210),   type_of<take_q4_0, 4>("IQ4_NL", 32, 18),
     type_of<take_iq4_xs, 4>("IQ4_XS", 256, 136), type_of<take_mxfp4, 4>("MXFP4", 32, 17),
+    type_of<take_q2_k, 2>("Q2_K", 256, 84),    type_of<take_tq1_0, 2>("TQ1_0", 256, 54),
+    type_of<take_tq2_0, 2>("TQ2_0", 256, 66),
 };
 
 }  // namespace

@@ -16,7 +16,7 @@ namespace {
 
 static_assert(kPanelOutputs == kChunk);  // a chunk is as wide as it is long
 
-// Where a number's low four bits (or all eight) lie in its chunk, and in which half of the byte.
+// Where a number's low bits lie in its chunk, and from which bit of the byte on.
 struct Place {
   int64_t byte;
   int shift;
@@ -25,24 +25,24 @@ struct Place {
 Place place_of(const Grouped& layout, int64_t output, int64_t input) {
   const int64_t of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
   const int64_t first = output / kOutputsOfQuads * of_outputs, lane = output % kOutputsOfQuads * 4 + input % 4;
-  if (layout.bits == 8) return {first + input / 4 * 64 + lane, 0};
-  return {first + input / 8 * 64 + lane, int(input / 4 % 2 * 4)};
+  const int64_t in_byte = 8 / layout.low_bits();
+  return {first + input / 4 / in_byte * 64 + lane, int(input / 4 % in_byte * layout.low_bits())};
 }
 
-// The same for the bits above the fourth.
+// The same for the bits above these.
 Place high_place_of(const Grouped& layout, int64_t output, int64_t input) {
-  const int64_t high_bits = layout.bits - 4, of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
-  const int64_t first = output / kOutputsOfQuads * of_outputs + 256, bit = input / 4 * high_bits;
+  const int64_t high_bits = layout.bits - layout.low_bits(), of_outputs = kOutputsOfQuads * kChunk * layout.bits / 8;
+  const int64_t first = output / kOutputsOfQuads * of_outputs + layout.low_bits() * 64, bit = input / 4 * high_bits;
   return {first + bit / 8 * 64 + output % kOutputsOfQuads * 4 + input % 4, int(bit % 8)};
 }
 
 int read_number(const Grouped& layout, const uint8_t* chunk, int64_t output, int64_t input) {
   const Place low = place_of(layout, output, input);
-  if (layout.bits == 8) return chunk[low.byte];
-  const int number = chunk[low.byte] >> low.shift & 15;
-  if (layout.bits == 4) return number;
+  const int64_t low_bits = layout.low_bits();
+  const int number = chunk[low.byte] >> low.shift & ((1 << low_bits) - 1);
+  if (layout.bits == low_bits) return number;
   const Place high = high_place_of(layout, output, input);
-  return number | (chunk[high.byte] >> high.shift & ((1 << (layout.bits - 4)) - 1)) << 4;
+  return number | (chunk[high.byte] >> high.shift & ((1 << (layout.bits - low_bits)) - 1)) << low_bits;
 }
 
 float read_scale(const Grouped& layout, const uint8_t* scales, int64_t index) {
@@ -62,6 +62,10 @@ float decoded(const Grouped& layout, int number) {
 
 constexpr uint8_t kTableE2M1[] = {12, 13, 14, 15, 16, 18, 20, 24, 12, 11, 10, 9, 8, 6, 4, 0};
 constexpr uint8_t kTableNonlinear[] = {1, 24, 45, 63, 79, 93, 106, 118, 129, 141, 153, 166, 181, 197, 217, 241};
+constexpr uint8_t kTableLattice2[] = {21, 39, 55, 56, 57, 63, 64, 64, 64, 64, 65, 71, 72, 73, 89, 107};
+constexpr uint8_t kTableLattice3[] = {2, 12, 20, 28, 36, 44, 52, 60, 68, 76, 84, 92, 100, 108, 116, 126};
+constexpr uint8_t kTableOdd[] = {1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31};
+constexpr const uint8_t* kTables[] = {nullptr, nullptr, kTableE2M1, kTableNonlinear, kTableLattice2, kTableLattice3, kTableOdd};
 
 int64_t number_of(Sizes layout, size_t place) {
   CHECK(place < layout.size(), "a layout cannot have ", layout.size(), " numbers");
@@ -70,9 +74,7 @@ int64_t number_of(Sizes layout, size_t place) {
 
 }  // namespace
 
-const uint8_t* Grouped::table() const {
-  return code == Code::kE2M1 ? kTableE2M1 : code == Code::kNonlinear ? kTableNonlinear : nullptr;
-}
+const uint8_t* Grouped::table() const { return kTables[int64_t(code)]; }
 
 Grouped::Grouped(Sizes layout)
     : bits(number_of(layout, 0)),
@@ -82,10 +84,10 @@ Grouped::Grouped(Sizes layout)
       middle(number_of(layout, 4)),
       scale_bytes(number_of(layout, 5)),
       code(Code(number_of(layout, 6))) {
-  CHECK(bits == 4 || bits == 5 || bits == 6 || bits == 8, "numbers cannot have ", bits, " bits");
+  CHECK((bits >= 2 && bits <= 6) || bits == 8, "numbers cannot have ", bits, " bits");
   CHECK(coarse > 0 && coarse % kChunk == 0 && coarse < 1 << 24, "a coarse scale cannot stand for ", coarse, " inputs");
   CHECK(fine >= 0 && fine <= 2, "a chunk cannot have ", fine, " fine scales");
-  CHECK(code >= Code::kWhole && code <= Code::kNonlinear, "there is no code ", int64_t(code));
+  CHECK(code >= Code::kWhole && code <= Code::kOdd, "there is no code ", int64_t(code));
   CHECK(middle >= 0 && middle < 1 << (table() ? 8 : bits), "the middle cannot be ", middle);
   CHECK(!minima || middle == 0, "numbers above a minimum cannot have a middle");
   CHECK(scale_bytes == 2 || scale_bytes == 4, "a scale cannot have ", scale_bytes, " bytes");
@@ -95,6 +97,8 @@ Grouped::Grouped(Sizes layout)
 
 void write_numbers(const Grouped& layout, uint8_t* to, int64_t output, const uint8_t* numbers) {
   switch (layout.bits) {
+    case 2: return write_numbers<2>(to, output, numbers);
+    case 3: return write_numbers<3>(to, output, numbers);
     case 4: return write_numbers<4>(to, output, numbers);
     case 5: return write_numbers<5>(to, output, numbers);
     case 6: return write_numbers<6>(to, output, numbers);
@@ -130,7 +134,7 @@ Tensor pack_grouped(Sizes words, const Tensor& numbers, const Tensor& coarse,
   check(coarse, "coarse scales", true, scale_type, num_runs);
   check(fine, "fine scales", layout.fine > 0, kChar, num_chunks * layout.fine);
   check(coarse_minima, "coarse minima", layout.minima, scale_type, num_runs);
-  check(fine_minima, "fine minima", layout.minima && layout.fine > 0, kChar, num_chunks);
+  check(fine_minima, "fine minima", layout.minima && layout.fine > 0, kChar, num_chunks * layout.fine);
   const int64_t num_panels = (out + kPanelOutputs - 1) / kPanelOutputs;
   Tensor panels = zeros({num_panels, num_runs * layout.run_bytes()}, kByte);
   const auto* from = numbers.const_data_ptr<uint8_t>();
@@ -148,11 +152,11 @@ Tensor pack_grouped(Sizes words, const Tensor& numbers, const Tensor& coarse,
         if (least) std::memcpy(run + bytes * (kPanelOutputs + output), least + number, bytes);
         uint8_t* chunk = run + layout.head_bytes();
         for (int64_t c = r * layout.chunks(); c < (r + 1) * layout.chunks(); ++c, chunk += layout.chunk_bytes()) {
-          for (int64_t part = 0; part < layout.fine; ++part)
-            chunk[part * kPanelOutputs + output] =
-                fine->const_data_ptr<int8_t>()[(row * num_chunks + c) * layout.fine + part];
-          if (layout.minima_bytes())
-            chunk[layout.fine_bytes() + output] = fine_minima->const_data_ptr<int8_t>()[row * num_chunks + c];
+          for (int64_t part = 0; part < layout.fine; ++part) {
+            const int64_t place = part * kPanelOutputs + output, own = (row * num_chunks + c) * layout.fine + part;
+            chunk[place] = fine->const_data_ptr<int8_t>()[own];
+            if (layout.minima) chunk[layout.fine_bytes() + place] = fine_minima->const_data_ptr<int8_t>()[own];
+          }
           uint8_t whole[kChunk] = {};
           const int64_t count = std::clamp<int64_t>(in - c * kChunk, 0, kChunk);
           std::copy_n(from + row * in + c * kChunk, count, whole);
@@ -184,11 +188,12 @@ Tensor grouped_rows(Sizes words, const Tensor& panels, const Tensor& rows, int64
           if (i > 0 && i % layout.coarse == 0) run += layout.run_bytes();
           const uint8_t* chunk = run + layout.head_bytes() + i % layout.coarse / kChunk * layout.chunk_bytes();
           const auto* fine = reinterpret_cast<const int8_t*>(chunk) + o;
-          float minimum = layout.minima ? read_scale(layout, run, kPanelOutputs + o) : 0;
-          if (layout.minima_bytes()) minimum *= fine[layout.fine_bytes()];
+          const float least = layout.minima ? read_scale(layout, run, kPanelOutputs + o) : 0;
           chunk += layout.fine_bytes() + layout.minima_bytes();
           for (int64_t j = 0; j < std::min<int64_t>(kChunk, in_features - i); ++j) {
-            const float scale = read_scale(layout, run, o) * (layout.fine ? float(fine[j / half * kPanelOutputs]) : 1.f);
+            const int64_t part = j / half * kPanelOutputs;
+            const float scale = read_scale(layout, run, o) * (layout.fine ? float(fine[part]) : 1.f);
+            const float minimum = least * (layout.minima_bytes() ? float(fine[layout.fine_bytes() + part]) : 1.f);
             const float value = decoded(layout, read_number(layout, chunk, o, j)) * scale - minimum;
             store_float(value, to + row * in_features + i + j);
           }

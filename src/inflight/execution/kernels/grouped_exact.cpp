@@ -100,9 +100,8 @@ template <class Kind, class Rows>
   for (; num_chunks > 0; --num_chunks, to += kChunk * kPanelOutputs, from.end_chunk()) {
     from.begin_chunk(0, kVectors);
     for (int v = 0; v < kVectors; ++v) {
-      const Floats minimum = from.minimum(v);
       for (int part = 0; part < Kind::kParts; ++part) {
-        const Values<Kind, Rows> values(from.scale(v, part), minimum, int(from.layout->middle));
+        const Values<Kind, Rows> values(from.scale(v, part), from.minimum(v, part), int(from.layout->middle));
         for (int eight = part * 4 / Kind::kParts; eight < (part + 1) * 4 / Kind::kParts; ++eight) {
           Quads quads[2];
           from.read(v, eight, quads[0], quads[1]);

@@ -130,15 +130,17 @@ struct RoundedRows {
   std::vector<float> scales;     // [rows, chunks]; NaN for one that is not finite
   std::vector<int32_t> offsets;  // [rows, chunks], what makes up for the middle of the weights' numbers;
   std::vector<int32_t> halves;   // [rows, chunks, 2], the same for each half of a chunk
-  std::vector<float> sums;       // [rows, chunks], of the rounded values
+  std::vector<float> sums;       // [rows, chunks, parts], of the rounded values; parts as `fine` scales, at least one
+  int64_t num_parts;
 
-  RoundedRows(int64_t num_rows, int64_t num_chunks)
+  RoundedRows(int64_t num_rows, int64_t num_chunks, int64_t num_parts)
       : num_chunks(num_chunks),
         numbers(num_rows * num_chunks * kChunk),
         scales(num_rows * num_chunks),
         offsets(num_rows * num_chunks),
         halves(num_rows * num_chunks * 2),
-        sums(num_rows * num_chunks) {}
+        sums(num_rows * num_chunks * num_parts),
+        num_parts(num_parts) {}
 
   // Rounds the values of one chunk, of which the last ones may be missing.
   template <class Value>
@@ -161,7 +163,8 @@ struct RoundedRows {
     if (any(not_finite != 0)) {
       std::memset(to, 0, kChunk);
       offsets[number] = halves[2 * number] = halves[2 * number + 1] = 0;
-      scales[number] = sums[number] = std::numeric_limits<float>::quiet_NaN();
+      scales[number] = std::numeric_limits<float>::quiet_NaN();
+      std::fill_n(&sums[num_parts * number], num_parts, scales[number]);
       return;
     }
     const float maximum = largest_of(largest);
@@ -177,7 +180,8 @@ struct RoundedRows {
     for (int half = 0; half < 2; ++half) halves[2 * number + half] = -middle * sums_of_halves[half];
     const int32_t sum = sums_of_halves[0] + sums_of_halves[1];
     offsets[number] = -middle * sum;
-    sums[number] = float(sum) * scales[number];
+    for (int64_t part = 0; part < num_parts; ++part)
+      sums[num_parts * number + part] = float(num_parts == 2 ? sums_of_halves[part] : sum) * scales[number];
   }
 };
 
@@ -193,7 +197,7 @@ using UnpackedOf = UnpackedKind<Kind::kParts, Kind::kMinima, kBitsOfProducts<Kin
 // For many rows: a few unpacked chunks, in the L1 cache.
 struct UnpackedChunk {
   Quads quads[kChunk / 4][kVectors];
-  Floats minima[kVectors], scales[2][kVectors];
+  Floats scales[2][kVectors], minima[2][kVectors];
 };
 constexpr int64_t kMaxUnpacked = 16;
 
@@ -205,8 +209,10 @@ template <class Kind>
     for (int v = 0; v < kVectors; ++v) {
       for (int eight = 0; eight < kChunk / 8; ++eight)
         from.read(v, eight, to->quads[2 * eight][v], to->quads[2 * eight + 1][v]);
-      for (int part = 0; part < Kind::kParts; ++part) to->scales[part][v] = from.scale(v, part);
-      if constexpr (Kind::kMinima) to->minima[v] = from.minimum(v);
+      for (int part = 0; part < Kind::kParts; ++part) {
+        to->scales[part][v] = from.scale(v, part);
+        if constexpr (Kind::kMinima) to->minima[part][v] = from.minimum(v, part);
+      }
     }
   }
   reader = from;
@@ -227,7 +233,7 @@ struct FromUnpacked {
     second = at->quads[2 * eight + 1][vector];
   }
   Floats scale(int vector, int part) const { return at->scales[part][vector]; }
-  Floats minimum(int vector) const { return at->minima[vector]; }
+  Floats minimum(int vector, int part) const { return at->minima[part][vector]; }
 };
 
 // Whether prefetching within a panel is faster for few rows. Intel's processors gain half; AMD's prefetch by
@@ -302,11 +308,14 @@ template <class Kind, int kRows, class From>
       add_part<Kind, 0>(from, base, x, at, own);
       if constexpr (Kind::kParts == 2) add_part<Kind, 1>(from, base, x, at, own);
       if constexpr (Kind::kMinima)
-        for (int v = 0; v < kAtOnce; ++v) {
-          const Floats minimum = from.minimum(base + v);
-          for (int row = 0; row < kRows; ++row)
-            own[row][v] = fused(-minimum, broadcast(x.sums[at + row * x.num_chunks]), own[row][v]);
-        }
+        for (int part = 0; part < Kind::kParts; ++part)
+          for (int v = 0; v < kAtOnce; ++v) {
+            const Floats minimum = from.minimum(base + v, part);
+            for (int row = 0; row < kRows; ++row) {
+              const int64_t number = (at + row * x.num_chunks) * Kind::kParts + part;
+              own[row][v] = fused(-minimum, broadcast(x.sums[number]), own[row][v]);
+            }
+          }
     }
     for (int row = 0; row < kRows; ++row)
       for (int v = 0; v < kAtOnce; ++v) store(&sums[row][(base + v) * kLanes], own[row][v]);
@@ -371,7 +380,7 @@ void run(const Linear& linear, const Tensor& x, const Additions& additions, Tens
   const Grouped& layout = *linear.grouped;
   const int64_t in = linear.in_features, num_rows = x.numel() / in;
   const Tensor rows = x.contiguous();
-  RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks());
+  RoundedRows rounded(num_rows, layout.num_runs(in) * layout.chunks(), layout.fine == 2 ? 2 : 1);
   const int64_t num_chunks = rounded.num_chunks;
   for_each_range(num_rows * num_chunks, 512, [&](int64_t begin, int64_t end) {
     for (int64_t number = begin; number < end; ++number) {

@@ -28,6 +28,12 @@ auto with_kind(const Grouped& layout, const Function& function) {
   const auto is = [&](int bits, int fine, bool minima, Reading own = Reading::kWhole) {
     return layout.bits == bits && layout.fine == fine && layout.minima == minima && reading == own;
   };
+  if (is(2, 0, false)) return function(Kind<2, 0, false>{});
+  if (is(2, 0, true)) return function(Kind<2, 0, true>{});
+  if (is(2, 2, true)) return function(Kind<2, 2, true>{});
+  if (is(3, 0, false)) return function(Kind<3, 0, false>{});
+  if (is(3, 0, true)) return function(Kind<3, 0, true>{});
+  if (is(3, 2, false)) return function(Kind<3, 2, false>{});
   if (is(4, 0, false)) return function(Kind<4, 0, false>{});
   if (is(4, 0, true)) return function(Kind<4, 0, true>{});
   if (is(4, 1, true)) return function(Kind<4, 1, true>{});
@@ -39,6 +45,7 @@ auto with_kind(const Grouped& layout, const Function& function) {
   if (is(8, 0, true)) return function(Kind<8, 0, true>{});
   if (is(4, 0, false, Reading::kLookedUp)) return function(Kind<4, 0, false, Reading::kLookedUp>{});
   if (is(4, 1, false, Reading::kLookedUp)) return function(Kind<4, 1, false, Reading::kLookedUp>{});
+  if (is(4, 2, false, Reading::kLookedUp)) return function(Kind<4, 2, false, Reading::kLookedUp>{});
   if (is(8, 0, false, Reading::kFloat)) return function(Kind<8, 0, false, Reading::kFloat>{});
   fail("there is no kernel for ", layout.bits, " bits with ", layout.fine, " fine scales",
               layout.minima ? " and minima" : "");
@@ -94,6 +101,17 @@ inline void unpack(const uint8_t* numbers, Bits table, int vector, int part, Qua
     second.words = load<Bits>(own + part * 128 + 64);
     return;
   }
+  if constexpr (kBits < 4) {
+    const Bits four = load<Bits>(own + part / 2 * 64) >> part % 2 * 4;
+    first.words = four & 0x03030303;
+    second.words = (four >> 2) & 0x03030303;
+    if constexpr (kBits == 3) {
+      const Bits high = load<Bits>(own + 128) >> 2 * part;
+      first.words |= (high << 2) & 0x04040404;
+      second.words |= (high << 1) & 0x04040404;
+    }
+    return;
+  }
   constexpr uint32_t kLow = 0x0f0f0f0f;
   const Bits both = load<Bits>(own + part * 64);
   first.words = both & kLow;
@@ -129,10 +147,9 @@ inline Floats load_halves(const uint8_t* from) {
 }
 
 template <class Kind>
-constexpr int64_t kBytesOfChunk =
-    kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine)) + kChunk * kChunk * Kind::kBits / 8;
+constexpr int64_t kNumbersOfChunk = kPanelOutputs * Kind::kFine * (Kind::kMinima ? 2 : 1);  // where they begin
 template <class Kind>
-constexpr int64_t kNumbersOfChunk = kPanelOutputs * (Kind::kFine + (Kind::kMinima && Kind::kFine));
+constexpr int64_t kBytesOfChunk = kNumbersOfChunk<Kind> + kChunk * kChunk * Kind::kBits / 8;
 
 // The position in a panel, common to all kinds.
 struct PanelReader {
@@ -177,9 +194,9 @@ struct FromPanel : PanelReader {
     if constexpr (Kind::kFine == 0) return scales[vector];
     return scales[vector] * floats_of_bytes(at + part * kPanelOutputs + vector * kLanes);
   }
-  Floats minimum(int vector) const {
+  Floats minimum(int vector, int part) const {
     if constexpr (Kind::kFine == 0) return minima[vector];
-    return minima[vector] * floats_of_bytes(at + Kind::kFine * kPanelOutputs + vector * kLanes);
+    return minima[vector] * floats_of_bytes(at + (Kind::kFine + part) * kPanelOutputs + vector * kLanes);
   }
 
  private:

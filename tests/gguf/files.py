@@ -76,9 +76,8 @@ def random_blocks(kind: str, num_rows: int, num_inputs: int, size: float = 0.01,
     if kind == "IQ1_M":  # a scale's bits are the highest of four words
         scales = torch.randn(shape, generator=generator).mul(size).half().view(torch.int16).int()
         words = blocks[..., -8:].view(torch.int16).int() & 0x0FFF
-        blocks[..., -8:] = (
-            (words | (scales[..., None] >> torch.arange(0, 16, 4) & 15) << 12).to(torch.int16).view(torch.uint8)
-        )
+        words |= (scales[..., None] >> torch.arange(0, 16, 4) & 15) << 12
+        blocks[..., -8:] = words.to(torch.int16).view(torch.uint8)
     for place in SCALES.get(kind, []):
         scales = torch.randn(shape, generator=generator).mul(size).half()
         blocks[..., place : place + 2] = scales[..., None].view(torch.uint8)

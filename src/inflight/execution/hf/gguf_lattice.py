@@ -71,7 +71,7 @@ def lattice_groups(kind: str, blocks: torch.Tensor) -> Groups:
     number_of = torch.zeros(2 * lattice.middle, dtype=torch.uint8)
     number_of[table + lattice.middle] = torch.arange(len(table), dtype=torch.uint8)
     numbers = []
-    for rows in torch.arange(len(given)).split(max(1, WEIGHTS_AT_ONCE // (INPUTS * given.shape[1]))):
+    for rows in torch.split(torch.arange(len(given)), max(1, WEIGHTS_AT_ONCE // (INPUTS * given.shape[1]))):
         values = gguf.dequantize(given[rows].flatten(1).numpy(), gguf.GGMLQuantizationType[kind])
         steps = scales[rows].float().repeat_interleave(INPUTS // CHUNK * lattice.fine, dim=1) * fine[rows]
         steps = torch.where(steps == 0, 1, steps).repeat_interleave(CHUNK // lattice.fine, dim=1)
@@ -87,11 +87,11 @@ def _steps(kind: str, blocks: torch.Tensor) -> torch.Tensor:
         return unpacked(blocks[..., -8:], 4)
     if kind == "IQ3_S":
         return unpacked(blocks[..., -4:], 4)
-    if kind == "IQ2_XXS":  # in the highest bits of every other word
-        return blocks[..., 2:].unflatten(-1, (8, 8))[..., 7] >> 4
-    if kind == "IQ3_XXS":
-        return blocks[..., -32:].unflatten(-1, (8, 4))[..., 3] >> 4
-    if kind == "IQ1_S":
-        return blocks[..., -16:].unflatten(-1, (8, 2))[..., 1] >> 4 & 7
+    if kind == "IQ2_XXS":  # in the highest bits of every other word of four bytes,
+        return blocks[..., 9::8] >> 4
+    if kind == "IQ3_XXS":  # of each of the last eight,
+        return blocks[..., 69::4] >> 4
+    if kind == "IQ1_S":  # of words of two bytes
+        return blocks[..., 35::2] >> 4 & 7
     words = blocks[..., -8:].contiguous().view(torch.int16).int() & 0xFFFF
     return (words[..., None] >> torch.arange(0, 12, 3) & 7).flatten(-2)

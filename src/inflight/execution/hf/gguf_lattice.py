@@ -4,6 +4,7 @@ Their weights have at most sixteen magnitudes and signs, times a scale of sixtee
 those of the `gguf` package, which dequantizes a block.
 """
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
@@ -13,7 +14,8 @@ from inflight.execution.grouped.weight import CHUNK, TABLES, GroupedLayout, Grou
 
 INPUTS = 256
 """Of a block."""
-WEIGHTS_AT_ONCE = 2**22
+WEIGHTS_AT_ONCE = 2**18
+"""Of a thread."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +72,19 @@ def lattice_groups(kind: str, blocks: torch.Tensor) -> Groups:
     table = torch.tensor(TABLES[lattice.code]) - lattice.middle
     number_of = torch.zeros(2 * lattice.middle, dtype=torch.uint8)
     number_of[table + lattice.middle] = torch.arange(len(table), dtype=torch.uint8)
-    numbers = []
-    for rows in torch.split(torch.arange(len(given)), max(1, WEIGHTS_AT_ONCE // (INPUTS * given.shape[1]))):
+
+    def numbers_of(rows: torch.Tensor) -> torch.Tensor:
         values = gguf.dequantize(given[rows].flatten(1).numpy(), gguf.GGMLQuantizationType[kind])
         steps = scales[rows].float().repeat_interleave(INPUTS // CHUNK * lattice.fine, dim=1) * fine[rows]
         steps = torch.where(steps == 0, 1, steps).repeat_interleave(CHUNK // lattice.fine, dim=1)
-        numbers.append(number_of[(torch.from_numpy(values) / steps).round().int() + lattice.middle])
+        return number_of[(torch.from_numpy(values) / steps).round().int() + lattice.middle]
+
+    parts = torch.split(torch.arange(len(given)), max(1, WEIGHTS_AT_ONCE // (INPUTS * given.shape[1])))
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        numbers = torch.cat(list(pool.map(numbers_of, parts)))
     has_wide_scales = scales.dtype == torch.float32
     layout = GroupedLayout(4, INPUTS, lattice.fine, False, lattice.middle, has_wide_scales, lattice.code)
-    return Groups(layout, torch.cat(numbers), scales, fine)
+    return Groups(layout, numbers, scales, fine)
 
 
 def _steps(kind: str, blocks: torch.Tensor) -> torch.Tensor:

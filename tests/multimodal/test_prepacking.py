@@ -87,3 +87,33 @@ def test_layers_get_patches_one_after_the_other_and_give_the_same() -> None:
     prepare_encoders(model)
     assert torch.equal(rows_of(encode(model, item))[0], expected)
     assert [each.is_contiguous() for each in given] == [False, True]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("convolution", "sizes"),
+    [
+        (nn.Conv2d(3, 10, 4, stride=4), (2, 3, 12, 8)),
+        (
+            nn.Conv2d(3, 10, (4, 2), stride=(4, 2), bias=False, padding="valid"),
+            (1, 3, 15, 9),
+        ),  # of which ends are left out
+        (nn.Conv3d(3, 10, (2, 4, 4), stride=(2, 4, 4), bias=False), (7, 3, 2, 4, 4)),
+        (nn.Conv3d(2, 5, (1, 3, 2), stride=(1, 3, 2)), (2, 2, 3, 6, 4)),
+        (nn.Conv2d(3, 10, 4, stride=4), (3, 12, 8)),
+        (nn.Conv2d(3, 10, 4, stride=4, padding=1), (2, 3, 12, 8)),  # not side by side
+        (nn.Conv2d(4, 8, 2, stride=2, groups=2), (1, 4, 6, 6)),
+    ],
+)
+def test_a_convolution_over_patches_is_a_linear_layer(
+    convolution: nn.Module, sizes: tuple[int, ...], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, _ = with_processor("llava")
+    module, x = copy.deepcopy(convolution).to(dtype), torch.randn(sizes).to(dtype)
+    expected = module(x)
+    monkeypatch.setattr(prepacking, "encoders", lambda _: [module])
+    prepare_encoders(model)
+    found = module(x)
+    assert found.dtype == dtype
+    assert found.shape == expected.shape
+    torch.testing.assert_close(found, expected)

@@ -54,8 +54,8 @@ def prepare_encoders(model: PreTrainedModel) -> None:
     """Speed up the encoders of a model that is exclusively ours.
 
     What a convolution makes of patches side by side lies one after the other, as the layers behind it read it: else all
-    of these would compute on a transposed tensor. Except in float32, where its rounding stays the plain model's, it runs
-    as a linear layer: as Qwen's towers call it, torch takes 140 ms for an image, and 1.4 so. Other convolutions, and
+    of these would compute on a transposed tensor. It runs as a linear layer: as Qwen's towers call it, torch takes 140
+    ms for an image, and 1.4 so. (In float32 it does not: its rounding is the plain model's.) Other convolutions, and
     linear layers until they are prepacked, compute in float32 where torch runs them in loops.
     """
     if model.device.type != "cpu":

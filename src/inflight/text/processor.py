@@ -78,15 +78,15 @@ class Processor:
     def load(
         cls,
         source: str,
+        tokenizer: PreTrainedTokenizerBase,
         *,
-        tokenizer: PreTrainedTokenizerBase | None = None,
         trust_remote_code: bool = False,
         revision: str | None = None,
     ) -> Processor:
         """Read a checkpoint's processor.
 
         Args:
-            tokenizer: to take in place of the processor's own.
+            tokenizer: to take in place of one in Mistral's own format.
 
         Raises:
             InvalidRequestError: there is none that reads images or sounds.
@@ -96,7 +96,7 @@ class Processor:
         try:
             config = AutoConfig.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
             inner = AutoProcessor.from_pretrained(source, trust_remote_code=trust_remote_code, revision=revision)
-            if tokenizer is not None:
+            if has_mistrals_format(getattr(inner, "tokenizer", None)):
                 inner.tokenizer = tokenizer
         except ImportError as error:
             needed = "the model's processor needs packages that are missing, such as Pillow, torchvision or torchaudio"
@@ -292,6 +292,12 @@ class Reader:
     @cached_property
     def _settings(self) -> bytes:
         return str(self._part.to_json_string()).encode()
+
+
+def has_mistrals_format(tokenizer: PreTrainedTokenizerBase | None) -> bool:
+    """Whether a tokenizer was read from Mistral's own format (`tekken.json`), or is mistral-common's."""
+    is_its = type(tokenizer).__name__ == "MistralCommonBackend"
+    return is_its or str(getattr(tokenizer, "vocab_file", None)).endswith("tekken.json")
 
 
 def reading_texts(inner: ProcessorMixin) -> ProcessorMixin:

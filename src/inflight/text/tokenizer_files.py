@@ -20,7 +20,7 @@ from inflight.contracts.api.errors import ModelError
 from inflight.contracts.api.options import is_loaded_model, is_loaded_processor, is_loaded_tokenizer
 from inflight.gguf.find import find_gguf
 from inflight.gguf.header import GgufHeader
-from inflight.text.processor import Processor
+from inflight.text.processor import Processor, has_mistrals_format
 from inflight.text.tokenizer import Tokenizer, one_line
 
 if TYPE_CHECKING:
@@ -156,40 +156,37 @@ def read_tokenizer(source: str, *, trust_remote_code: bool = False, revision: st
     if is_folder and not any((Path(source) / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer
-    from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE
 
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        tekken = _file(source, "tekken.json", revision)
-        if tekken and not _file(source, "tokenizer.json", revision):
-            inner = _from_tekken(tekken)
-        else:
-            inner = AutoTokenizer.from_pretrained(source, mistral_format=False, **options)
-        if not inner.chat_template and (path := _file(source, LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, revision)):
-            inner.chat_template = str(json.loads(Path(path).read_text())["chat_template"])
+        inner = AutoTokenizer.from_pretrained(source, mistral_format=False, **options)
+        if is_mistrals := has_mistrals_format(inner):
+            inner = _from_tekken(inner.vocab_file)
+        if not inner.chat_template:
+            inner.chat_template = _processors_template(source, revision)
     except Exception as error:  # a damaged file can raise anything
         raise ModelError(f"cannot load the tokenizer of {source!r}: {one_line(error)}") from error
     if len(inner) > len(inner.all_special_ids):
-        notes = (NO_CHATS,) if tekken and not inner.chat_template else ()
-        load = partial(Processor.load, source, tokenizer=inner if tekken else None, **options)
+        notes = (NO_CHATS,) if is_mistrals and not inner.chat_template else ()
+        load = partial(Processor.load, source, inner, **options)
         return Tokenizer(inner, notes=notes, load_processor=load)
     if is_folder:
         raise ModelError(f"cannot load the tokenizer of {source!r}: its files hold no vocabulary")
     return None  # a repository without tokenizer files
 
 
-def _file(source: str, name: str, revision: str | None) -> str | None:
-    """The path of a checkpoint's file; None: it has none, or cannot be reached."""
-    from transformers.utils import cached_file
+def _processors_template(source: str, revision: str | None) -> str | None:
+    """The chat template in the files of a multimodal model's processor, where older checkpoints have it; None: none."""
+    from transformers.utils import LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE, cached_file
 
-    path: str | None = cached_file(
+    path = cached_file(
         source,
-        name,
+        LEGACY_PROCESSOR_CHAT_TEMPLATE_FILE,
         revision=revision,
         _raise_exceptions_for_missing_entries=False,
         _raise_exceptions_for_connection_errors=False,
     )
-    return path
+    return None if path is None else str(json.loads(Path(path).read_text())["chat_template"])
 
 
 def _from_tekken(path: str) -> PreTrainedTokenizerBase:

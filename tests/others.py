@@ -34,7 +34,6 @@ def _falcon_h1() -> PreTrainedConfig:
 ROWS: dict[str, Callable[[], PreTrainedConfig]] = {
     "bloom": lambda: _config("bloom", n_layer=3, n_head=4, hidden_dropout=0.0, attention_dropout=0.0),
     "falcon": lambda: _config("falcon", alibi=True, multi_query=True, hidden_dropout=0.0, attention_dropout=0.0),
-    "gptj": lambda: _config("gptj", n_embd=64, n_layer=3, n_head=4, n_positions=256, rotary_dim=8),
     "gpt_neo": lambda: _config(
         "gpt_neo", num_hidden_layers=4, num_heads=4, attention_types=[[["global", "local"], 2]], window_size=12
     ),
@@ -113,7 +112,6 @@ OTHERS = {
 }
 FACTORS = {
     "deep": 12.0,
-    "gptj": 16.0,
     "gpt_neo": 12.0,
     "bloom": 16.0,
     "falcon": 16.0,

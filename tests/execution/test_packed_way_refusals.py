@@ -19,8 +19,6 @@ REFUSED: dict[str, tuple[Callable[[], PreTrainedConfig], str]] = {
     "mpt": (lambda: tiny("mpt", d_model=64, n_heads=4, n_layers=2), "MptForCausalLM cannot run as a packed row"),
     "falcon, rotary": (lambda: tiny("falcon", alibi=False), "FalconForCausalLM cannot run as a packed row"),
     "falcon, alibi": (lambda: tiny("falcon", alibi=True), "FalconForCausalLM cannot run as a packed row"),
-    "gptj": (lambda: tiny("gptj", rotary_dim=8), "GPTJForCausalLM does its attention itself"),
-    "codegen": (lambda: tiny("codegen", rotary_dim=8), "CodeGenForCausalLM does its attention itself"),
 }
 
 

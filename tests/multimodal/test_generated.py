@@ -21,6 +21,7 @@ from inflight.contracts.step.multimodal import EncoderInput, MultimodalInputs
 from inflight.contracts.step.plan import SlotAssignment, Span, StepPlan
 from inflight.engine.engine import Engine
 from inflight.entrypoints.inputs import read_prompt
+from inflight.execution.hf.model_call import CACHE_NAMES
 from inflight.execution.kernels import kernels_available
 from inflight.execution.multimodal.generated import GeneratedSequences
 from inflight.execution.multimodal.proof import Proof
@@ -172,10 +173,11 @@ def test_an_error_in_generate_ends_its_own_request_only(monkeypatch: pytest.Monk
     (output,) = llm.generate([THREE], GREEDY, use_tqdm=False)
     length = len(output.prompt_token_ids or ()) + 3  # which no other prompt reaches
 
-    def failing(forward: Any, *args: Any, past_key_values: Any = None, **options: Any) -> Any:
-        if past_key_values is not None and past_key_values.get_seq_length() == length:
+    def failing(forward: Any, *args: Any, **options: Any) -> Any:
+        cache = next((options[name] for name in CACHE_NAMES if options.get(name) is not None), None)
+        if cache is not None and cache.get_seq_length() == length:
             raise RuntimeError("no such page\nin a kernel")
-        return forward(*args, past_key_values=past_key_values, **options)
+        return forward(*args, **options)
 
     patched(monkeypatch, llm.engine.runner.model, "forward", failing)
     found = llm.generate(GIVEN, GREEDY, use_tqdm=False)

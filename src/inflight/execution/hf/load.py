@@ -263,10 +263,10 @@ def _own_copy(model: PreTrainedModel, config: EngineConfig) -> PreTrainedModel:
     if dtype is None and model.dtype == torch.float16 and device.type == "cpu":
         dtype = torch.float32
     check_dtype(dtype or model.dtype, device)
-    kept, shares = _kept_in_float32(model), not writes_to_its_weights(model)
+    shares = not writes_to_its_weights(model)
     replaced: dict[int, torch.nn.Parameter] = {}
     for name, parameter in model.named_parameters():
-        converts = dtype is not None and parameter.is_floating_point() and not kept.intersection(name.split("."))
+        converts = dtype is not None and parameter.is_floating_point() and not _stays_in_float32(model, name)
         wanted = dtype if converts else parameter.dtype
         is_same = parameter.dtype == wanted and parameter.device == device
         own = parameter.detach() if is_same and shares else parameter.detach().to(device, wanted, copy=True)
@@ -368,13 +368,14 @@ def convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
     rest.)"""
     if any(parameter.dtype not in PLAIN_DTYPES for parameter in model.parameters()):
         return  # quantised layers that `transformers` runs
-    kept, unread = _kept_in_float32(model), encoder_parameters(model)
+    unread = encoder_parameters(model)
     for name, parameter in model.named_parameters():
-        if id(parameter) not in unread and not kept.intersection(name.split(".")):
+        if id(parameter) not in unread and not _stays_in_float32(model, name):
             parameter.data = parameter.data.to(dtype)
     model.config.dtype = dtype
 
 
-def _kept_in_float32(model: PreTrainedModel) -> set[str]:
-    """Names of the modules that a class keeps in float32, whatever dtype the rest has."""
-    return set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+def _stays_in_float32(model: PreTrainedModel, name: str) -> bool:
+    """Whether a class keeps the parameter of this name in float32, whatever dtype the rest has."""
+    kept = getattr(model, "_keep_in_fp32_modules_strict", None) or ()
+    return any(f".{each}." in f".{name}." for each in kept)

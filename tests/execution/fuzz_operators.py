@@ -26,6 +26,8 @@ EXTREMES = (-(2**63), -(2**31), -7, -1, 0, 1, 2, 3, 5, 16, 17, 64, 255, 2**20, 2
 GROUPED = [
     *((4, 0, False, 0), (4, 0, True, 0), (4, 1, True, 0), (5, 0, False, 0), (5, 1, True, 0), (6, 2, False, 0)),
     *((8, 0, False, 0), (8, 0, True, 0), (8, 0, False, 1), (4, 0, False, 2), (4, 1, False, 3)),
+    *((2, 0, False, 0), (2, 0, True, 0), (2, 2, True, 0), (3, 0, False, 0), (3, 0, True, 0), (3, 2, False, 0)),
+    *((4, 2, False, 4), (4, 1, False, 5), (4, 1, False, 6)),
 ]
 """Bits, fine scales, minima and code of weights in groups."""
 
@@ -114,9 +116,9 @@ class Fuzzer:
         layout = [bits, coarse, fine, int(minima), 0 if minima else 1 << (bits - 1), 4 if is_wide else 2, code]
         numbers = torch.randint(0, 1 << bits, (num_outputs, num_inputs), dtype=torch.uint8)
         scales = torch.rand(2, num_outputs, num_runs, dtype=torch.float32 if is_wide else torch.float16)
-        whole = torch.randint(-128, 128, (3, num_outputs, num_runs * coarse // 32), dtype=torch.int8)
-        several = torch.cat(tuple(whole[:fine]), dim=1) if fine else None
-        minima_given = (scales[1], whole[2] if fine else None) if minima else (None, None)
+        whole = torch.randint(-128, 128, (2, num_outputs, fine * num_runs * coarse // 32), dtype=torch.int8)
+        several, least = whole if fine else (None, None)
+        minima_given = (scales[1], least) if minima else (None, None)
         panels = self.call("pack_grouped", layout, numbers, scales[0], several, *minima_given, rate=rate)
         if panels is None:
             return None

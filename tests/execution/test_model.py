@@ -260,6 +260,16 @@ def test_converting_a_loaded_model_equals_loading_it_in_that_dtype(tmp_path: Pat
     assert torch.equal(logits(converted), logits(loaded))
 
 
+def test_what_a_class_keeps_in_float32_may_have_a_dotted_name() -> None:
+    """As DeepSeek V3's routers have since `transformers` 5.24."""
+    model = zoo.build("deepseek_v3")
+    model._keep_in_fp32_modules_strict = {"gate.weight"}
+    converted = load_model(model, EngineConfig(device="cpu", dtype="bfloat16"))
+    kept = [name for name, each in converted.named_parameters() if each.dtype == torch.float32]
+    assert kept
+    assert all(name.endswith(".gate.weight") for name in kept)
+
+
 # ----------------------------------------------------------------------------------- dummy weights
 
 

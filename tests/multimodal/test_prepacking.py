@@ -117,3 +117,5 @@ def test_a_convolution_over_patches_is_a_linear_layer(
     assert found.dtype == dtype
     assert found.shape == expected.shape
     torch.testing.assert_close(found, expected)
+    if vars(convolution).keys() != vars(module).keys():  # it has a `forward` of ours: also where torch runs in loops
+        torch.testing.assert_close(prepacking._over_patches(module, True, x), expected)

@@ -26,7 +26,7 @@ class Lattice:
         code: of `CODES`: its values.
         middle: of these.
         fine: scales of `CHUNK` inputs.
-        unit: a block's scale counts so many of it.
+        unit: a coarse scale is this fraction of the block's stored one.
     """
 
     code: str

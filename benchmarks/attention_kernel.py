@@ -45,7 +45,7 @@ HEADS = {
     "GPT-2": AttentionSpec(num_heads=12, num_kv_heads=12, head_size=64, value_head_size=64, scale=0.125),
     "Qwen3-0.6B": AttentionSpec(num_heads=16, num_kv_heads=8, head_size=128, value_head_size=128, scale=128**-0.5),
 }
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8, "int4": torch.uint8}
 BLOCK_SIZE, TILE_SIZE = 16, 256
 NUM_DECODES, DECODE_CONTEXT = 32, 1024
 NUM_SHARING, CACHES_OF_COPIES, MIN_LAYERS = 16, 4, 2
@@ -152,7 +152,7 @@ class Scene:
     def _made_up_cache(self, num_blocks: int) -> CpuCache:
         cache = self.backend.allocate(num_blocks, self.spec)
         for stored in (cache.keys, cache.values):
-            block = torch.randn(stored.shape[1:]) * (30 if stored.dtype == torch.int8 else 1)
+            block = torch.randn(stored.shape[1:]) * (1 if stored.is_floating_point() else 30)
             stored.copy_(block.to(stored.dtype))
         for scales in (cache.key_scales, cache.value_scales):
             if scales is not None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from inflight.execution.attention.cpu_backend import BITS
 from inflight.execution.graph.encode import EncodedProgram, encode
 from inflight.execution.graph.trace import trace_forward
 from inflight.execution.kernels import building, kernels_available
@@ -175,10 +176,10 @@ class Fuzzer:
         draw, ops = self.random, torch.ops.inflight
         step, block_size, num_blocks = ops.new_step(), draw.choice([1, 4, 16, 20, 300]), draw.randint(1, 9)
         heads, head_size, value_size = draw.choice([(4, 2), (2, 2), (3, 1)]), draw.randint(1, 20), draw.randint(1, 20)
-        lanes, dtype = ops.num_lanes(), draw.choice([torch.float32, torch.bfloat16, torch.int8])
-        key_size = head_size + head_size % 2 if dtype == torch.bfloat16 else head_size
+        lanes, dtype = ops.num_lanes(), draw.choice([torch.float32, torch.bfloat16, torch.int8, torch.uint8])
+        key_size = head_size if dtype == torch.float32 else head_size + head_size % 2
         value_lanes = -(-value_size // lanes) * lanes
-        stripe = lanes * (key_size + value_lanes) * dtype.itemsize + (8 * lanes if dtype == torch.int8 else 0)
+        stripe = lanes * (key_size + value_lanes) * BITS[dtype] // 8 + (8 * lanes if dtype.itemsize == 1 else 0)
         stored = torch.zeros(num_blocks, heads[1], -(-block_size // lanes), stripe, dtype=torch.int8)
         sizes = [
             *heads,

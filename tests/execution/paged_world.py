@@ -216,7 +216,7 @@ def backend_of(name: str, world: World, dtype: torch.dtype = torch.float32) -> A
 
 def make(name: str, dtype: torch.dtype, block_size: int) -> AttentionBackend:
     backend, _, cache = name.partition(", ")
-    return make_backend(backend, CPU, dtype, block_size, "int8" if cache else "auto")
+    return make_backend(backend, CPU, dtype, block_size, cache.removesuffix(" cache") or "auto")
 
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:

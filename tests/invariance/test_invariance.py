@@ -32,6 +32,7 @@ PRECISIONS = {
     "int4": {"dtype": "bfloat16", "quantization": "int4"},
     "int4 exact": {"dtype": "bfloat16", "quantization": "int4", "quantization_arithmetic": "exact"},
     "int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "int4 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int4"},
 }
 EVERY_WAY = [
     *((name, precision) for name in ARCHITECTURES for precision in ("float32", "bfloat16")),
@@ -40,7 +41,7 @@ EVERY_WAY = [
     ("llama", "int4"),
     ("qwen3_moe", "int4"),
     ("llama", "int8 cache"),
-    ("gemma2", "int8 cache"),
+    ("gemma2", "int4 cache"),
 ]
 """Models and precisions that run in each configuration; the others run with all of them at once."""
 NUM_REQUESTS = 64

@@ -75,7 +75,7 @@ def main() -> None:
     while num_done < arguments.requests:
         options: dict[str, Any] = {
             "dtype": rng.choice(["float32", "bfloat16"]),
-            "kv_cache_dtype": rng.choice(["auto", "int8"]),
+            "kv_cache_dtype": rng.choice(["auto", "int8", "int4"]),
             "num_blocks": rng.choice([120, 200, 4000]),
             "block_size": rng.choice([4, 16]),
             "max_num_seqs": rng.choice([1, 4, 32]),

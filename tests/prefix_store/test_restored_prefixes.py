@@ -43,8 +43,8 @@ def restored(llm: LLM) -> int:
 @pytest.mark.parametrize(
     "name", ["llama", "gemma2", "mistral", "gpt_oss", "deepseek_v3", "phi3_longrope", "qwen3_next", "mamba2"]
 )
-@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}], ids=["", "int8", "bf16"])
-@pytest.mark.thorough("-llama", "bf16-gemma2", "int8-phi3")
+@pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "int4"}, {"dtype": "bfloat16"}], ids=["", "int4", "bf16"])
+@pytest.mark.thorough("-llama", "bf16-gemma2", "int4-phi3")
 def test_a_restored_prefix_has_the_bits_of_a_computed_one(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     model = others.build(name)
     if "kv_cache_dtype" in options and name in ("gpt_oss", "mamba2"):

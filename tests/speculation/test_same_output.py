@@ -21,7 +21,7 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
     "int8": {"quantization": "int8"},
     "preemption": {"num_blocks": 48, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 24},
-    "int8 cache": {"kv_cache_dtype": "int8", "dtype": "bfloat16"},
+    "int4 cache": {"kv_cache_dtype": "int4", "dtype": "bfloat16"},
     "priorities": {"policy": "priority", "aging_steps": 2, "max_num_seqs": 3},
 }
 NUM_REQUESTS = 60

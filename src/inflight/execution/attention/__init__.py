@@ -27,16 +27,17 @@ def make_backend(
 
     Args:
         dtype: the model's.
-        kv_cache_dtype: "auto" is the model's; "int8" needs the "cpu" backend.
+        kv_cache_dtype: "auto" is the model's; "int8" and "int4" need the "cpu" backend.
 
     Raises:
         ModelError: the backend cannot run here, or not with this dtype.
     """
     runs_kernels = device.type == "cpu" and dtype in (torch.float32, torch.bfloat16)
-    if kv_cache_dtype == "int8" and name not in ("auto", "cpu"):
-        raise ModelError(f"kv_cache_dtype 'int8' needs attention_backend 'cpu', not {name!r}")
-    if name == "cpu" or kv_cache_dtype == "int8":
-        asked = "attention_backend 'cpu'" if name == "cpu" else "kv_cache_dtype 'int8'"
+    is_rounded = kv_cache_dtype != "auto"
+    if is_rounded and name not in ("auto", "cpu"):
+        raise ModelError(f"kv_cache_dtype {kv_cache_dtype!r} needs attention_backend 'cpu', not {name!r}")
+    if name == "cpu" or is_rounded:
+        asked = "attention_backend 'cpu'" if name == "cpu" else f"kv_cache_dtype {kv_cache_dtype!r}"
         if not runs_kernels:
             raise ModelError(f"{asked} is for float32 and bfloat16 models on a CPU, not {dtype} on {device}")
         if not kernels_available():
@@ -44,5 +45,5 @@ def make_backend(
     if name == "reference":
         return ReferenceAttention(device, dtype, block_size)
     if name == "cpu" or (name == "auto" and runs_kernels and kernels_available()):
-        return CpuAttention(torch.int8 if kv_cache_dtype == "int8" else dtype, block_size)
+        return CpuAttention({"int8": torch.int8, "int4": torch.uint8}.get(kv_cache_dtype, dtype), block_size)
     return TorchAttention(device, dtype, block_size)

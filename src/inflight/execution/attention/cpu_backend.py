@@ -15,7 +15,8 @@ from inflight.execution.kernels import delete_with
 from inflight.execution.mapped_memory import untouched_memory
 from inflight.execution.ragged_batch import RaggedBatch
 
-STORED_DTYPES = (torch.float32, torch.bfloat16, torch.int8)
+BITS = {torch.float32: 32, torch.bfloat16: 16, torch.int8: 8, torch.uint8: 4}
+"""Of a number in a cache of this dtype: a byte has two of four bits."""
 
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
@@ -24,8 +25,8 @@ class CpuCache(KVStorage):
 
     Attributes:
         stored: the whole piece, `[num_blocks + 1, Hkv, stripes, bytes of a stripe]` int8.
-        key_scales, value_scales: for an int8 cache, `[num_blocks + 1, Hkv, stripes, lanes]` float32, one for each token
-            and head.
+        key_scales, value_scales: for a cache of eight or four bits, `[num_blocks + 1, Hkv, stripes, lanes]` float32, one
+            for each token and head.
         call: the kernels' handle of this attention call.
     """
 
@@ -39,7 +40,8 @@ class CpuAttention:
     """The kernel's `AttentionBackend`. Needs `kernels_available()`.
 
     Args:
-        dtype: of keys and values in the cache: float32, bfloat16 or int8. Queries may be float32 or bfloat16.
+        dtype: of keys and values in the cache: float32, bfloat16, int8, or uint8 (two numbers of four bits in a byte).
+            Queries may be float32 or bfloat16.
         block_size: any; it is rounded up to a multiple of 16 in memory.
 
     Raises:
@@ -50,8 +52,8 @@ class CpuAttention:
     is_batch_invariant = True
 
     def __init__(self, dtype: torch.dtype, block_size: int) -> None:
-        if dtype not in STORED_DTYPES:
-            raise ValueError(f"the cache cannot be {dtype}; it can be float32, bfloat16 or int8")
+        if dtype not in BITS:
+            raise ValueError(f"the cache cannot be {dtype}; it can be float32, bfloat16, int8 or uint8")
         self.dtype = dtype
         self.block_size = block_size
         self._step = torch.ops.inflight.new_step()
@@ -121,7 +123,8 @@ class CpuAttention:
     def _stripe_parts(self, spec: AttentionSpec) -> list[int]:
         """Bytes of a stripe's keys and of its values; for int8 also of the scales of each."""
         num_lanes: int = torch.ops.inflight.num_lanes()
-        key_size = spec.head_size + spec.head_size % 2 if self.dtype == torch.bfloat16 else spec.head_size
+        bits = BITS[self.dtype]
+        key_size = spec.head_size + spec.head_size % 2 if bits < 32 else spec.head_size
         value_size = -(-spec.value_head_size // num_lanes) * num_lanes
-        parts = [num_lanes * size * self.dtype.itemsize for size in (key_size, value_size)]
-        return parts + [num_lanes * 4] * 2 if self.dtype == torch.int8 else parts
+        parts = [num_lanes * size * bits // 8 for size in (key_size, value_size)]
+        return parts + [num_lanes * 4] * 2 if bits <= 8 else parts

@@ -21,7 +21,7 @@ constexpr int kRowsWeighed = 4;
 template <class Kind, int kRows>
 std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Kind>>& stripes, const Visible* visible,
                                  float* scores, typename Kind::Operand* weights, int64_t weight_stride) {
-  constexpr bool kIsScaled = std::is_same_v<Kind, Int8>;
+  constexpr bool kIsScaled = Kind::kIsScaled;
   constexpr int kStripes = Products<Kind>::kStripesOfProduct;
   constexpr float kLog2OfE = 1.44269504f;
   const int num_stripes = int(stripes.size());
@@ -132,7 +132,7 @@ void attend_tile(const Shape& shape, const typename Kind::Operand* queries, int6
   // Half of the next tile is prefetched while scores are computed, half while values are summed.
   const int64_t stripe_bytes = StripeLayout<Kind>(shape).end, half = stripe_bytes / 2 + kLineBytes;
   Prefetcher<Kind> prefetcher(scratch.next, stripe_bytes);
-  Products<Kind> products;
+  Products<Kind> products(num_rows > kRowsScored);
   scratch.scores.resize(kRowsScored * strides.of_row + num_products * strides.of_product);
   scratch.weights.resize(weight_stride * num_rows);
   scratch.shares.resize(num_rows);

@@ -61,7 +61,7 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
                         int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   Floats sums[kRows][kStripes] = {};
   for (int i = 0; i < steps; ++i) {
-    const auto keys = [&](int s) { return stripes[s].keys + int64_t(i) * kLanes * Kind::kPack; };
+    const auto keys = [&](int s) { return stripes[s].keys + int64_t(i) * Kind::kUnits; };
     if constexpr (kTakesTurns<kRows>) {
       prefetcher.advance(ahead);
       add_products<Kind>(queries + i, query_stride, keys, sums);
@@ -98,14 +98,15 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
                              const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
                              int first_lane, int value_lanes, const Partial* results, const Shares* shares) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
+  const int64_t row_units = int64_t(value_lanes / kLanes) * Kind::kUnits;
   Floats sums[kRows][kVectors] = {};
   for (size_t s = 0; s < stripes.size(); ++s) {
-    const auto* row = stripes[s].values + int64_t(first_lane) * kPack;
+    const auto* row = stripes[s].values + int64_t(first_lane / kLanes) * Kind::kUnits;
     const auto* weight = weights + s * kSteps;
     const int full = stripes[s].length / kPack;
-    for (int i = 0; i < full; ++i, row += int64_t(value_lanes) * kPack) {
+    for (int i = 0; i < full; ++i, row += row_units) {
       prefetcher.advance(ahead);
-      const auto values = [&](int v) { return row + v * kLanes * kPack; };
+      const auto values = [&](int v) { return row + v * Kind::kUnits; };
       if constexpr (kTakesTurns<kRows>) {
         add_products<Kind>(weight + i, weight_stride, values, sums);
       } else {
@@ -118,7 +119,7 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
     }
     if (full * kPack < stripes[s].length)  // beside the last token lies what no token owns
       for (int v = 0; v < kVectors; ++v) {
-        const auto panel = Kind::load_first_of_pack(row + v * kLanes * kPack);
+        const auto panel = Kind::first_of_pack(Kind::load_panel(row + v * Kind::kUnits));
         for (int r = 0; r < kRows; ++r)
           sums[r][v] = Kind::multiply_add(sums[r][v], weight[r * weight_stride + full], panel);
       }
@@ -144,6 +145,8 @@ void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_st
 template <class Kind>
 struct VectorProducts {
   using Operand = typename Kind::Operand;
+
+  explicit VectorProducts(bool) {}
 
   // Stripes whose tokens are the operands of one product, so that a row has weights for as many.
   static constexpr int kStripesOfProduct = 1;

@@ -28,30 +28,62 @@ Storage<Kind> storage_of(const Call& call) {
 
 // ------------------------------------------------------------------------------------------------ writing
 
-// Write a token's vector of one head to `to[i * stride]`, packs together. Returns the scale, for int8.
-template <class Kind, class Input>
-float write_vector(const Input* from, int size, typename Kind::Stored* to, int64_t stride) {
-  using Stored = typename Kind::Stored;
-  constexpr int kPack = Kind::kPack;
-  if constexpr (std::is_same_v<Stored, int8_t>) {
-    float largest = 0;
-    for (int i = 0; i < size; ++i) largest = std::max(largest, std::abs(float(from[i])));
-    const float scale = largest / 127, inverse = largest > 0 ? 127 / largest : 0;
-    for (int i = 0; i < size; ++i) to[i * stride] = int8_t(std::nearbyint(float(from[i]) * inverse));
-    bool finite = std::isfinite(largest);
-    for (int i = 0; i < size; ++i) finite &= std::isfinite(float(from[i]));
-    return finite ? scale : std::numeric_limits<float>::quiet_NaN();
-  } else {
-    for (int i = 0; i < size; ++i) store_float(float(from[i]), &to[(i / kPack) * stride + i % kPack]);
-    if (size % kPack) to[(size / kPack) * stride + size % kPack] = 0;
+// Turn each run of 2^k numbers, of which there is a whole number, by a Hadamard matrix, which is its own inverse. What is
+// large in one dimension is then spread over all: four bits lose less. (As QuaRot does, arXiv:2404.00456.)
+void rotate(float* numbers, int size) {
+  thread_local std::vector<float> others;
+  others.resize(size);
+  const int run = size & -size, half = run / 2;
+  float *from = numbers, *to = others.data();
+  for (int stage = run; stage > 1; stage /= 2, std::swap(from, to))
+    for (int first = 0; first < size; first += run) {
+      const float* __restrict in = from + first;
+      float* __restrict out = to + first;
+      for (int i = 0; i < half; ++i) {  // stages that all look alike are compiled to vectors
+        out[2 * i] = in[i] + in[i + half];
+        out[2 * i + 1] = in[i] - in[i + half];
+      }
+    }
+  const float factor = 1 / std::sqrt(float(run));
+  for (int i = 0; i < size; ++i) numbers[i] = from[i] * factor;
+}
+
+// Write a token's vector of one head: number i of it to place(i), counted in numbers. Returns its scale.
+template <class Kind, class Input, class Place>
+float write_vector(const Input* from, int size, typename Kind::Stored* to, const Place& place) {
+  if constexpr (!Kind::kIsScaled) {
+    for (int i = 0; i < size; ++i) store_float(float(from[i]), to + place(i));
     return 1;
+  } else {
+    thread_local std::vector<float> numbers;
+    numbers.assign(from, from + size);
+    if (std::is_same_v<Kind, Int4>) rotate(numbers.data(), size);
+    float largest = 0;
+    bool finite = true;
+    for (const float number : numbers) largest = std::max(largest, std::abs(number)), finite &= std::isfinite(number);
+    if (!finite) return std::numeric_limits<float>::quiet_NaN();
+    if constexpr (std::is_same_v<Kind, Int8>) {
+      const float inverse = largest > 0 ? 127 / largest : 0;
+      for (int i = 0; i < size; ++i) to[place(i)] = int8_t(std::nearbyint(numbers[i] * inverse));
+      return largest / 127;
+    } else {
+      const float inverse = largest > 0 ? 7.5f / largest : 0;
+      float product = 0, square = 0;  // the best scale of what is stored is their quotient
+      for (int i = 0; i < size; ++i) {
+        const int number = int(std::clamp(std::nearbyint(numbers[i] * inverse + 7.5f), 0.f, 15.f));
+        const int64_t at = place(i);
+        uint8_t& byte = to[at / 2];
+        byte = at % 2 ? (byte & 15) | number << 4 : (byte & 240) | number;
+        product += numbers[i] * (number - 7.5f), square += (number - 7.5f) * (number - 7.5f);
+      }
+      return product / square;
+    }
   }
 }
 
 // Whether values are stored unchanged.
 template <class Kind, class Input>
-constexpr bool kIsStoredAsGiven = std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>> &&
-                                  !std::is_same_v<Kind, Int8>;
+constexpr bool kIsStoredAsGiven = !Kind::kIsScaled && std::is_same_v<Input, std::conditional_t<Kind::kPack == 2, bfloat16, float>>;
 
 // The vectors of kLanes tokens, which lie a stride apart, of one head: all of a stripe, in the order of its memory.
 template <class Kind, class Input>
@@ -111,14 +143,15 @@ void write_rows(const Call& call, const Tensor& cache_indices, const Tensor& key
           row += kLanes - 1;
           continue;
         }
-      const float key_scale = write_vector<Kind>(key_of_row, shape.head_size, stripe.keys + lane * Kind::kPack,
-                                                 kLanes * Kind::kPack);
-      auto* to = stripe.values + lane / Kind::kPack * value_lanes * Kind::kPack + lane % Kind::kPack;
-      if constexpr (std::is_same_v<Kind, Int8>) {
-        stripe.key_scales[lane] = key_scale;
-        stripe.value_scales[lane] = write_vector<Kind>(from, shape.value_head_size, to, 1);
-      } else {
-        for (int i = 0; i < shape.value_head_size; ++i) store_float(float(from[i]), &to[i * Kind::kPack]);
+      constexpr int kPack = Kind::kPack;
+      const auto key_place = [&](int64_t i) { return Kind::place(i / kPack * kLanes + lane, i % kPack); };
+      const auto value_place = [&](int64_t i) { return Kind::place(lane / kPack * value_lanes + i, lane % kPack); };
+      const float key_scale = write_vector<Kind>(key_of_row, shape.head_size, stripe.keys, key_place);
+      const float value_scale = write_vector<Kind>(from, shape.value_head_size, stripe.values, value_place);
+      if constexpr (Kind::kIsScaled) {
+        stripe.key_scales[lane] = key_scale, stripe.value_scales[lane] = value_scale;
+      } else if (shape.head_size % kPack) {
+        stripe.keys[key_place(shape.head_size)] = 0;
       }
     }
   };
@@ -155,7 +188,8 @@ class Plan {
         query_(query),
         sinks_(sinks),
         output_(output),
-        is_float_(query.scalar_type() == kFloat) {
+        is_float_(query.scalar_type() == kFloat),
+        is_rotated_(call.dtype == kByte) {
     plan();
   }
 
@@ -213,7 +247,7 @@ class Plan {
     }
   }
 
-  // Add the head's sink to the softmax, divide by the sum, and store the row.
+  // Add the head's sink to the softmax, divide by the sum, rotate back, and store the row.
   void finish(const Span& span, int kv_head, int64_t row, Partial result) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
@@ -222,6 +256,7 @@ class Plan {
       const float maximum = std::max(result.max, sinks_[head]), weight = std::exp(result.max - maximum);
       factor = weight / (result.sum * weight + std::exp(sinks_[head] - maximum));
     }
+    if (is_rotated_) rotate(result.values, shape_.value_head_size);
     const int64_t place = (token * shape_.num_heads + head) * shape_.value_head_size;
     const auto write = [&](auto* to) {
       for (int i = 0; i < shape_.value_head_size; ++i) store_float(result.values[i] * factor, to + i);
@@ -236,7 +271,7 @@ class Plan {
   const Tensor& query_;
   const float* sinks_;
   const Tensor& output_;
-  const bool is_float_;
+  const bool is_float_, is_rotated_;
   std::vector<Item> items_;
   std::vector<Apart> apart_;
   std::vector<int64_t> members_;
@@ -286,6 +321,8 @@ class Plan {
 
 template <class Kind>
 class Attention : Plan {
+  using Operand = typename Kind::Operand;
+
  public:
   Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
       : Plan(call, step, query, sinks, output),
@@ -307,7 +344,7 @@ class Attention : Plan {
   struct Thread {
     TileScratch<Kind> tile;
     AlignedVector<float> floats, so_far_values;
-    AlignedVector<typename Kind::Operand> queries;
+    AlignedVector<Operand> queries;
     std::vector<Visible> visible;
     std::vector<Partial> so_far, next;
   };
@@ -341,17 +378,18 @@ class Attention : Plan {
   }
 
   // Write the query of a span's row as operands to `to[query_stride_]`.
-  void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, typename Kind::Operand* to) const {
+  void load_query(const Span& span, int kv_head, int64_t row, Thread& thread, Operand* to) const {
     const int64_t token = span.row + row / shape_.group_size();
     const int64_t head = kv_head * shape_.group_size() + row % shape_.group_size();
-    if constexpr (std::is_same_v<typename Kind::Operand, int32_t>)
-      if (!is_float_ && shape_.head_size % (2 * kLanes) == 0) {
+    if constexpr (std::is_same_v<Operand, int32_t>)
+      if (!is_float_ && !is_rotated_ && shape_.head_size % (2 * kLanes) == 0) {
         const auto* from = query_.const_data_ptr<bfloat16>() + token * query_.stride(0) + head * query_.stride(1);
         std::memcpy(to, from, shape_.head_size * sizeof *from);
         return;
       }
     thread.floats.assign(round_up(shape_.head_size, kLanes), 0.f);
     read_query(token, head, thread.floats.data());
+    if (is_rotated_) rotate(thread.floats.data(), shape_.head_size);
     for (size_t i = 0; i < thread.floats.size(); i += kLanes, to += kLanes / Kind::kPack)
       Kind::pack(load<Floats>(&thread.floats[i]), to);
   }
@@ -428,8 +466,9 @@ template <class Function>
 void with_kind(ScalarType stored, const Function& function) {
   if (stored == kFloat) return function(Float32{});
   if (stored == kBFloat16) return function(BFloat16{});
-  CHECK(stored == kChar, "the cache must be float32, bfloat16 or int8");
-  function(Int8{});
+  if (stored == kChar) return function(Int8{});
+  CHECK(stored == kByte, "the cache must be float32, bfloat16, int8 or, of two numbers each, uint8");
+  function(Int4{});
 }
 
 void check_activations(ScalarType dtype) {

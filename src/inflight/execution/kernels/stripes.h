@@ -17,9 +17,10 @@ constexpr int kStripesAtOnce = 4;
 // A block holds, for each key/value head, stripes of kLanes tokens (the last one partly used, if the block size is no
 // multiple of that): `[N, Hkv, stripes, bytes of a stripe]`. A stripe is one piece of memory and holds, in
 // this order:
-// - keys `[Dk / pack, lanes, pack]`: one token a lane;
-// - values `[lanes / pack, Dv, pack]`: one dimension a lane, Dv rounded up to lanes;
-// - for int8, the scales of the keys and then those of the values, `[lanes]` floats each, one for each token and head.
+// - keys, packs `[Dk / pack, lanes]`: one token a lane;
+// - values, packs `[lanes / pack, Dv]`: one dimension a lane, Dv rounded up to lanes;
+// - for eight and four bits, the scales of the keys and then those of the values, `[lanes]` floats each, one for each token
+//   and head.
 struct Shape {
   int num_heads, num_kv_heads, head_size, value_head_size;
   float scale;
@@ -51,7 +52,7 @@ struct Shape {
 template <class Kind>
 struct Stripe {
   typename Kind::Stored *keys, *values;
-  float *key_scales, *value_scales;  // only of int8
+  float *key_scales, *value_scales;  // of eight and four bits
   int position;                      // of its first token, from the tile's first
   int length;                        // tokens that belong to the sequence
 };
@@ -59,12 +60,13 @@ struct Stripe {
 // Where the parts of a stripe begin, and where it ends: in bytes.
 template <class Kind>
 struct StripeLayout {
-  static constexpr int64_t kScaleBytes = std::is_same_v<typename Kind::Stored, int8_t> ? kLanes * sizeof(float) : 0;
+  static constexpr int64_t kScaleBytes = Kind::kIsScaled ? kLanes * sizeof(float) : 0;
+  static constexpr int64_t kVectorBytes = Kind::kUnits * sizeof(typename Kind::Stored);  // the packs of all lanes
   const int64_t values, key_scales, value_scales, end;
 
   explicit StripeLayout(const Shape& shape)
-      : values(int64_t(shape.key_steps(Kind::kPack)) * Kind::kPack * kLanes * sizeof(typename Kind::Stored)),
-        key_scales(values + int64_t(shape.value_lanes()) * kLanes * sizeof(typename Kind::Stored)),
+      : values(shape.key_steps(Kind::kPack) * kVectorBytes),
+        key_scales(values + shape.value_lanes() / Kind::kPack * kVectorBytes),
         value_scales(key_scales + kScaleBytes),
         end(value_scales + kScaleBytes) {}
 };

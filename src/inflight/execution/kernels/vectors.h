@@ -63,6 +63,16 @@ inline Floats floats_of_bytes(const void* from) {
 #endif
 }
 
+inline Ints ints_of_bytes(const uint8_t* from) {
+#if defined(__AVX512F__)
+  return (Ints)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)from));
+#elif defined(__AVX2__)
+  return (Ints)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i*)from));
+#else
+  return __builtin_convertvector(load<Bytes>(from), Ints) & 255;
+#endif
+}
+
 inline void store_bytes(Ints values, int8_t* to) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   const __m256i words = _mm256_packs_epi32((__m256i)values, (__m256i)values);

@@ -334,9 +334,8 @@ class _Search:
         else:
             report = prepare_packed(
                 model,
-                backend,
+                self._exact_backend(model),
                 weight_format=weight_format,
-                rounds_cache=config.kv_cache.dtype != "auto",
                 is_large=is_short,
                 release=self._release,
                 rank=self._rank,

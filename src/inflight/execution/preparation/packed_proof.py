@@ -202,7 +202,6 @@ def prepare_packed(
     make_backend: MakeBackend,
     *,
     weight_format: WeightFormat = PLAIN,
-    rounds_cache: bool = False,
     is_large: bool = False,
     release: ReleaseWeight | None = None,
     rank: Rank | None = None,
@@ -212,8 +211,8 @@ def prepare_packed(
 
     Args:
         model: ours alone, in evaluation mode, on its device.
+        make_backend: with an unquantized cache.
         weight_format: of the prepacked weights.
-        rounds_cache: whether the backend stores keys and values in lower precision.
         is_large: whether the comparison is short.
         release: called with each weight as soon as it is prepacked.
         rank: the rank whose shard is to run; None: the whole model.
@@ -232,7 +231,7 @@ def prepare_packed(
         max_model_len, notes = packed_limit(model, proof.specs)
         max_model_len -= proof.counting.first
         executor = proof.executor(make_backend)
-        tolerance = LOW_PRECISION if rounds_cache else precision_of(model)
+        tolerance = precision_of(model)
         if rank is not None and tolerance is LOW_PRECISION:
             tolerance = ROUNDED_IN_PARTS
         prepacks, rounds = weight_format.why_unusable(model) is None, weight_format.rounds(model)

@@ -31,6 +31,7 @@ ENGINES: dict[str, dict[str, Any]] = {
     "engine, float32": {"dtype": "float32"},
     "engine, bfloat16": {"dtype": "bfloat16"},
     "engine, bfloat16, int8 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int8"},
+    "engine, bfloat16, int4 cache": {"dtype": "bfloat16", "kv_cache_dtype": "int4"},
     "engine, int8 weights": {"dtype": "bfloat16", "quantization": "int8"},
     "engine, int4 weights": INT4,
     "engine, int4 weights, exact": INT4 | {"quantization_arithmetic": "exact"},

@@ -41,8 +41,8 @@ class UnitProducts {
     int at_once = std::min(steps, kTileOperands);
     while (steps % at_once) --at_once;
     const int num_stripes = int(stripes.size()), num_parts = steps / at_once;
-    if (kExpands && num_rows <= kFewRows)
-      return with_few(num_rows, [&](auto rows) {
+    if constexpr (kExpands)
+      if (num_rows <= kFewRows) return with_few(num_rows, [&](auto rows) {
         score_few<rows>(queries, query_stride, stripes, steps, at_once, prefetcher, ahead, scores);
       });
     for (int s = 0; s < num_stripes; s += 2, scores += strides(num_stripes).of_product) {
@@ -67,8 +67,8 @@ class UnitProducts {
   void sum_values(const Operand* weights, int64_t weight_stride, int num_rows, const Stripes& stripes,
                   Prefetcher<Kind>& prefetcher, int64_t ahead, int value_lanes, const Partial* results,
                   const Shares* shares) {
-    if (kExpands && num_rows <= kFewRows)
-      return with_few(num_rows, [&](auto rows) {
+    if constexpr (kExpands)
+      if (num_rows <= kFewRows) return with_few(num_rows, [&](auto rows) {
         sum_values_of_few<rows>(weights, weight_stride, stripes, prefetcher, ahead, value_lanes, results, shares);
       });
     const int num_products = int(stripes.size() + 1) / 2, num_parts = (value_lanes + 2 * kLanes - 1) / (2 * kLanes);

@@ -2,6 +2,7 @@
 // of dimensions, at a time.
 #pragma once
 
+#include "aligned.h"
 #include "stripes.h"
 
 namespace inflight {
@@ -56,9 +57,9 @@ template <class Kind, int kRows, int kCount, class At>
 }
 
 // scores[row][stripe] = query[row] . keys[stripe], for kRows x kStripes. With each step `ahead` bytes are prefetched.
-template <class Kind, int kRows, int kStripes>
+template <class Kind, int kRows, int kStripes, class Ahead>
 inline void score_block(const typename Kind::Operand* queries, int64_t query_stride, const Stripe<Kind>* stripes,
-                        int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+                        int steps, Ahead& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   Floats sums[kRows][kStripes] = {};
   for (int i = 0; i < steps; ++i) {
     const auto keys = [&](int s) { return stripes[s].keys + int64_t(i) * Kind::kUnits; };
@@ -66,12 +67,11 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
       prefetcher.advance(ahead);
       add_products<Kind>(queries + i, query_stride, keys, sums);
     } else {
-      typename Kind::Panel panels[kStripes];
-      for (int s = 0; s < kStripes; ++s) panels[s] = Kind::load_panel(keys(s));
       prefetcher.advance(ahead);
-      for (int r = 0; r < kRows; ++r) {
-        const auto operand = queries[r * query_stride + i];
-        for (int s = 0; s < kStripes; ++s) sums[r][s] = Kind::multiply_add(sums[r][s], operand, panels[s]);
+      for (int s = 0; s < kStripes; ++s) {
+        const auto panel = Kind::load_panel(keys(s));
+        for (int r = 0; r < kRows; ++r)
+          sums[r][s] = Kind::multiply_add(sums[r][s], queries[r * query_stride + i], panel);
       }
     }
   }
@@ -79,9 +79,9 @@ inline void score_block(const typename Kind::Operand* queries, int64_t query_str
     for (int s = 0; s < kStripes; ++s) store(scores + r * score_stride + s * kLanes, sums[r][s]);
 }
 
-template <class Kind, int kRows>
+template <class Kind, int kRows, class Ahead>
 void score_rows(const typename Kind::Operand* queries, int64_t query_stride, const std::vector<Stripe<Kind>>& stripes,
-                int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
+                int steps, Ahead& prefetcher, int64_t ahead, float* scores, int64_t score_stride) {
   const int num_stripes = int(stripes.size());
   int s = 0;
   for (; s + kStripesAtOnce <= num_stripes; s += kStripesAtOnce)
@@ -93,9 +93,9 @@ void score_rows(const typename Kind::Operand* queries, int64_t query_stride, con
 }
 
 // weights[row] . values of all stripes, merged with results[row].values, for kRows rows and kVectors vectors of dimensions.
-template <class Kind, int kRows, int kVectors>
+template <class Kind, int kRows, int kVectors, class Ahead>
 inline void sum_values_block(const typename Kind::Operand* weights, int64_t weight_stride,
-                             const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                             const std::vector<Stripe<Kind>>& stripes, Ahead& prefetcher, int64_t ahead,
                              int first_lane, int value_lanes, const Partial* results, const Shares* shares) {
   constexpr int kPack = Kind::kPack, kSteps = kLanes / kPack;
   const int64_t row_units = int64_t(value_lanes / kLanes) * Kind::kUnits;
@@ -128,9 +128,9 @@ inline void sum_values_block(const typename Kind::Operand* weights, int64_t weig
     for (int v = 0; v < kVectors; ++v) shares[r].merge(results[r].values + first_lane + v * kLanes, sums[r][v]);
 }
 
-template <class Kind, int kRows>
+template <class Kind, int kRows, class Ahead>
 void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_stride,
-                        const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
+                        const std::vector<Stripe<Kind>>& stripes, Ahead& prefetcher, int64_t ahead,
                         int value_lanes, const Partial* results, const Shares* shares) {
   int lane = 0;
   for (; lane + kVectorsAtOnce * kLanes <= value_lanes; lane += kVectorsAtOnce * kLanes)
@@ -141,12 +141,14 @@ void sum_values_of_rows(const typename Kind::Operand* weights, int64_t weight_st
                                      shares);
 }
 
-// The products of `attend_tile`, for any kind of cache.
+// The products of `attend_tile`, for any kind of cache. For many rows numbers that are multiplied as floats are expanded
+// once, with the same bits.
 template <class Kind>
-struct VectorProducts {
+class VectorProducts {
+ public:
   using Operand = typename Kind::Operand;
 
-  explicit VectorProducts(bool) {}
+  explicit VectorProducts(bool has_many_rows) : expands_(has_many_rows) {}
 
   // Stripes whose tokens are the operands of one product, so that a row has weights for as many.
   static constexpr int kStripesOfProduct = 1;
@@ -156,25 +158,64 @@ struct VectorProducts {
 
   // Scores are queries[row] . keys[stripe]. Meanwhile about `ahead` bytes of each of the next tile's stripes come out of
   // memory.
-  static void score(const Operand* queries, int64_t query_stride, int num_rows, const std::vector<Stripe<Kind>>& stripes,
-                    int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores) {
+  void score(const Operand* queries, int64_t query_stride, int num_rows, const std::vector<Stripe<Kind>>& stripes,
+             int steps, Prefetcher<Kind>& prefetcher, int64_t ahead, float* scores) {
     const int64_t stride = strides(stripes.size()).of_row;
-    by_rows(num_rows, [&](auto rows, int row) {
-      score_rows<Kind, rows>(queries + row * query_stride, query_stride, stripes, steps, prefetcher,
-                             row ? 0 : ahead / steps, scores + row * stride, stride);
-    });
+    const auto score_all = [&](auto kind, const auto* queries, int64_t query_stride, const auto& stripes, int steps) {
+      by_rows(num_rows, [&](auto rows, int row) {
+        score_rows<decltype(kind), rows>(queries + row * query_stride, query_stride, stripes, steps, prefetcher,
+                                         row ? 0 : ahead / steps, scores + row * stride, stride);
+      });
+    };
+    if constexpr (kCanExpand)
+      if (expands_) {
+        if (floats_.empty()) expand<true>(stripes, steps, 1);
+        return score_all(Float32{}, reinterpret_cast<const float*>(queries), 2 * query_stride, floats_, 2 * steps);
+      }
+    score_all(Kind{}, queries, query_stride, stripes, steps);
   }
 
   // Merges weights[row] . values of all stripes with results[row].values.
-  static void sum_values(const Operand* weights, int64_t weight_stride, int num_rows,
-                         const std::vector<Stripe<Kind>>& stripes, Prefetcher<Kind>& prefetcher, int64_t ahead,
-                         int value_lanes, const Partial* results, const Shares* shares) {
-    by_rows(num_rows, [&](auto rows, int row) {
-      sum_values_of_rows<Kind, rows>(weights + row * weight_stride, weight_stride, stripes, prefetcher,
-                                     ahead / (kLanes / Kind::kPack * kStripesAtOnce), value_lanes, results + row,
-                                     shares + row);
-    });
+  void sum_values(const Operand* weights, int64_t weight_stride, int num_rows, const std::vector<Stripe<Kind>>& stripes,
+                  Prefetcher<Kind>& prefetcher, int64_t ahead, int value_lanes, const Partial* results, const Shares* shares) {
+    const auto sum_all = [&](auto kind, const auto* weights, int64_t weight_stride, const auto& stripes) {
+      by_rows(num_rows, [&](auto rows, int row) {
+        sum_values_of_rows<decltype(kind), rows>(weights + row * weight_stride, weight_stride, stripes, prefetcher,
+                                                 ahead / (kLanes / decltype(kind)::kPack * kStripesAtOnce), value_lanes,
+                                                 results + row, shares + row);
+      });
+    };
+    if constexpr (kCanExpand)
+      if (expands_) {
+        expand<false>(stripes, value_lanes / Kind::kPack, value_lanes / kLanes);
+        return sum_all(Float32{}, reinterpret_cast<const float*>(weights), 2 * weight_stride, floats_);
+      }
+    sum_all(Kind{}, weights, weight_stride, stripes);
   }
+
+ private:
+  static constexpr bool kCanExpand = std::is_base_of_v<FloatPairs, Kind>;
+
+  // The keys or values of stripes as `floats_`: vectors of packs, so many of each pair of rows.
+  template <bool kIsKeys>
+  void expand(const std::vector<Stripe<Kind>>& stripes, int num_vectors, int vectors_of_row) {
+    thread_local AlignedVector<float> memory;
+    memory.resize(std::max(memory.size(), stripes.size() * num_vectors * 2 * kLanes));
+    floats_.clear();
+    float* to = memory.data();
+    for (const Stripe<Kind>& stripe : stripes) {
+      floats_.push_back({to, to, nullptr, nullptr, stripe.position, stripe.length});
+      const auto* from = kIsKeys ? stripe.keys : stripe.values;
+      for (int row = 0; row < num_vectors; row += vectors_of_row, to += vectors_of_row * kLanes)
+        for (int v = 0; v < vectors_of_row; ++v, from += Kind::kUnits, to += kLanes) {
+          store(to, Kind::template load_term<0>(from));
+          store(to + vectors_of_row * kLanes, Kind::template load_term<1>(from));
+        }
+    }
+  }
+
+  const bool expands_;
+  std::vector<Stripe<Float32>> floats_;
 };
 
 }  // namespace inflight

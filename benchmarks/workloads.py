@@ -99,6 +99,7 @@ WORKLOADS: Mapping[str, Workload] = {
         Workload("W2-32", "prompts of 16 to 256 tokens, heavy-tailed outputs; 32 slots", 32, _heavy_tailed()),
         Workload("prompt-4k", "a prompt of 4,096 tokens; an output of 32; 1 slot", 1, [(4096, 32)]),
         Workload("prompt-16k", "a prompt of 16,384 tokens; an output of 32; 1 slot", 1, [(16384, 32)]),
+        Workload("prompt-32k", "a prompt of 32,768 tokens; an output of 32; 1 slot", 1, [(32768, 32)]),
         Workload("copy", "a text of 100 tokens three times, and once more; 1 slot", 1, [(300, 100)], period=100),
         Workload("W3", "a common prefix of 512 tokens, 16 own; outputs of 32; 16 slots", 16, [(528, 32)] * 32, 512),
     )

@@ -146,7 +146,7 @@ def test_max_tokens_that_just_fits_the_cache_is_accepted_and_one_more_is_refused
     assert request_of([5, 6, 7], info, max_tokens=10).max_num_tokens == 13
     assert refusal_of([5, 6, 7], info, max_tokens=11) == (
         "the prompt has 3 tokens and would grow to 14; the whole cache can only serve a sequence of 13 "
-        "(3 blocks of 4 tokens)"
+        "(3 blocks of 4 tokens); a larger kv_cache_memory, or a kv_cache_dtype of fewer bits, makes room for more"
     )
 
 
@@ -158,7 +158,7 @@ def test_max_tokens_needs_no_more_cache_than_the_context_allows() -> None:
 def test_a_prompt_that_the_cache_cannot_hold_is_refused(max_tokens: int | None) -> None:
     assert refusal_of([5] * 13, model_info(num_blocks=3), max_tokens=max_tokens) == (
         "the prompt has 13 tokens and would grow to 14; the whole cache can only serve a sequence of 13 "
-        "(3 blocks of 4 tokens)"
+        "(3 blocks of 4 tokens); a larger kv_cache_memory, or a kv_cache_dtype of fewer bits, makes room for more"
     )
 
 

@@ -282,7 +282,8 @@ def _max_num_tokens(prompt_len: int, max_tokens: int | None, info: ModelInfo) ->
     if wanted > capacity:
         raise InvalidRequestError(
             f"the prompt has {prompt_len} tokens and would grow to {wanted}; the whole cache can only serve a sequence "
-            f"of {capacity} ({info.num_blocks} blocks of {info.block_size} tokens)"
+            f"of {capacity} ({info.num_blocks} blocks of {info.block_size} tokens); a larger kv_cache_memory, or a "
+            "kv_cache_dtype of fewer bits, makes room for more"
         )
     return wanted
 

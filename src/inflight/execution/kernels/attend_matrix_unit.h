@@ -27,6 +27,7 @@ class UnitProducts {
 
  public:
   using Operand = typename Kind::Operand;
+  using Denormals = DenormalsAreZero;
 
   // If `rereads`, keys are used by several calls of `score`.
   explicit UnitProducts(bool rereads) : keeps_keys_(rereads) {}
@@ -34,6 +35,8 @@ class UnitProducts {
   static constexpr int kStripesOfProduct = 2;
   // The unit stores what lies together three times as fast.
   static constexpr Strides strides(int64_t) { return {2 * kLanes, (kRowsScored + 1) * 2 * kLanes}; }
+
+  static Floats exp2(Floats x) { return exp2_to_one_for_bfloat16(x); }
 
   // As `VectorProducts::score`.
   void score(const Operand* queries, int64_t query_stride, int num_rows, const Stripes& stripes, int steps,
@@ -49,14 +52,21 @@ class UnitProducts {
       const int other = std::min(s + 1, num_stripes - 1);
       const auto [left, right] = keys_of(stripes, s, other, steps);
       // The hardware does not see where the next keys lie. (Those of few rows come out of memory: this would not help.)
-      for (int next = s + 2; !kExpands && num_rows > kTileRows && next < std::min(num_stripes, s + 4); ++next)
-        for (int step = 0; step < steps; ++step) __builtin_prefetch(stripes[next].keys + step * Kind::kUnits, 0, 3);
+      const bool fetches = !kExpands && num_rows > kTileRows && s + 2 < num_stripes;
+      const typename Kind::Stored* next[] = {stripes[std::min(s + 2, num_stripes - 1)].keys,
+                                             stripes[std::min(s + 3, num_stripes - 1)].keys};
       for (int row = 0; row < num_rows; row += kGroupRows) {
         unit_.begin(std::min(kGroupRows, num_rows - row), at_once);
         for (int part = 0; part < num_parts; ++part) {
           prefetcher.advance(row ? 0 : ahead * 2 / (num_parts * kStripesAtOnce));
           const int64_t at = int64_t(part) * at_once * kLanes;
-          unit_.add(queries + row * query_stride + part * at_once, query_stride, left + at, right + at, kTileRowBytes);
+          unit_.add(queries + row * query_stride + part * at_once, query_stride, left + at, right + at, kTileRowBytes,
+                    [&](int product) __attribute__((always_inline)) {
+                      if (!fetches) return;
+                      const int lines = (at_once + 1) / 2, first = part * at_once + product % 2 * lines;
+                      for (int line = first; line < std::min(first + lines, steps); ++line)
+                        __builtin_prefetch(next[product / 2] + line * Kind::kUnits, 0, 3);
+                    });
         }
         unit_.store(scores + row * 2 * kLanes);
       }
@@ -107,9 +117,12 @@ class UnitProducts {
       clear_sums(num_rows);
     }
 
-    void add(const Operand* rows, int64_t stride, const void* left, const void* right, int64_t operand_bytes) {
+    // Between the products it calls beside(0) to beside(3).
+    template <class Beside = Nothing>
+    [[gnu::always_inline]] void add(const Operand* rows, int64_t stride, const void* left, const void* right,
+                                    int64_t operand_bytes, const Beside& beside = {}) {
       add_tile_products<false>((const char*)rows, num_rows_, stride * sizeof(Operand), (const char*)left,
-                               (const char*)right, operand_bytes);
+                               (const char*)right, operand_bytes, beside);
     }
 
     // `[rows, 32]` floats.
@@ -129,17 +142,13 @@ class UnitProducts {
 
   static constexpr int kFewRows = 4, kFewVectors = 2;  // 16 sums of terms, in 32 registers
 
-  // Calls function<rows>, while denormal numbers are zero.
+  // Calls function<rows>.
   template <class Function>
   static void with_few(int num_rows, const Function& function) {
-    constexpr unsigned kDenormalsAreZero = 0x8040;
-    const unsigned mode = _mm_getcsr();
-    _mm_setcsr(mode | kDenormalsAreZero);
     if (num_rows == 1) function(std::integral_constant<int, 1>{});
     else if (num_rows == 2) function(std::integral_constant<int, 2>{});
     else if (num_rows == 3) function(std::integral_constant<int, 3>{});
     else function(std::integral_constant<int, 4>{});
-    _mm_setcsr(mode);
   }
 
   // Sums of first and of second neighbours of rows and vectors.

@@ -68,7 +68,7 @@ std::array<Partial, kRows> weigh(const Shape& shape, const std::vector<Stripe<Ki
   }
   for_each_stripe([&](const Stripe<Kind>& stripe, const float* at) {
     for (int r = 0; r < kRows; ++r, at += strides.of_row) {
-      Floats weight = exp2_to_one(fused(load<Floats>(at), broadcast(scale * kLog2OfE), negative_maximum[r]));
+      Floats weight = Products<Kind>::exp2(fused(load<Floats>(at), broadcast(scale * kLog2OfE), negative_maximum[r]));
       sums[r] += weight;
       if constexpr (kIsScaled) {
         const Floats scaled = weight * load<Floats>(stripe.value_scales);

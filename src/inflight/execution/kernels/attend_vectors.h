@@ -147,6 +147,7 @@ template <class Kind>
 class VectorProducts {
  public:
   using Operand = typename Kind::Operand;
+  struct Denormals {};  // how a thread treats denormal numbers, as long as it lives
 
   explicit VectorProducts(bool has_many_rows) : expands_(has_many_rows) {}
 
@@ -155,6 +156,8 @@ class VectorProducts {
   // From a row's scores to the next one's, and from the scores of a product's stripes to those of the next one. (Rows a
   // power of two apart would evict each other from the cache.)
   static Strides strides(int64_t num_stripes) { return {(num_stripes + 1) * kLanes, kLanes}; }
+
+  static Floats exp2(Floats x) { return exp2_to_one(x); }
 
   // Scores are queries[row] . keys[stripe]. Meanwhile about `ahead` bytes of each of the next tile's stripes come out of
   // memory.

@@ -322,6 +322,7 @@ class Plan {
 template <class Kind>
 class Attention : Plan {
   using Operand = typename Kind::Operand;
+  using Denormals = typename Products<Kind>::Denormals;
 
  public:
   Attention(const Call& call, const Step& step, const Tensor& query, const float* sinks, const Tensor& output)
@@ -332,10 +333,12 @@ class Attention : Plan {
   void run() {
     const int64_t num_items = int64_t(items_.size()), num_threads = thread_count();
     for_each_item(num_items, [&](int64_t i) {
+      [[maybe_unused]] const Denormals denormals{};
       run_item(items_[i], i + num_threads < num_items ? &items_[i + num_threads] : nullptr);
     });
     if (!apart_.empty())
       for_each_item(int64_t(apart_.size()) * shape_.num_kv_heads, [this](int64_t i) {
+        [[maybe_unused]] const Denormals denormals{};
         merge_apart(apart_[i / shape_.num_kv_heads], int(i % shape_.num_kv_heads));
       });
   }

@@ -43,31 +43,45 @@ inline void clear_sums(int num_rows) {
   _tile_zero(3);
 }
 
+struct Nothing {
+  void operator()(int) const {}
+};
+
 // Adds the products of rows with the operands of two times sixteen outputs to the sums. Rows, and operands of the same
-// outputs, lie this many bytes apart. Streamed rows leave the L1 cache to the operands.
-template <bool kIsInt8, bool kStreamsRows = false>
-inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes, const char* left, const char* right,
-                              int64_t operand_bytes) {
+// outputs, lie this many bytes apart. Streamed rows leave the L1 cache to the operands. Between the products beside(0) to
+// beside(3) are called: what they do takes no time of its own.
+template <bool kIsInt8, bool kStreamsRows = false, class Beside = Nothing>
+[[gnu::always_inline]] inline void add_tile_products(const char* rows, int num_rows, int64_t row_bytes, const char* left,
+                                                     const char* right, int64_t operand_bytes,
+                                                     const Beside& beside = {}) {
   _tile_loadd(6, left, operand_bytes);
   _tile_loadd(7, right, operand_bytes);
   if constexpr (kStreamsRows) _tile_stream_loadd(4, rows, row_bytes);
   else _tile_loadd(4, rows, row_bytes);
   if constexpr (kIsInt8) {
     _tile_dpbusd(0, 4, 6);
+    beside(0);
     _tile_dpbusd(1, 4, 7);
+    beside(1);
   } else {
     _tile_dpbf16ps(0, 4, 6);
+    beside(0);
     _tile_dpbf16ps(1, 4, 7);
+    beside(1);
   }
   if (num_rows <= kTileRows) return;
   if constexpr (kStreamsRows) _tile_stream_loadd(5, rows + kTileRows * row_bytes, row_bytes);
   else _tile_loadd(5, rows + kTileRows * row_bytes, row_bytes);
   if constexpr (kIsInt8) {
     _tile_dpbusd(2, 5, 6);
+    beside(2);
     _tile_dpbusd(3, 5, 7);
+    beside(3);
   } else {
     _tile_dpbf16ps(2, 5, 6);
+    beside(2);
     _tile_dpbf16ps(3, 5, 7);
+    beside(3);
   }
 }
 

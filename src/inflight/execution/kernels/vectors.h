@@ -228,6 +228,27 @@ inline Floats exp2_to_one(Floats x) {
 #endif
 }
 
+#ifdef __AVX512F__
+// The same to 7.5e-5 of it, for what is rounded to bfloat16, where denormal numbers are zero (`DenormalsAreZero`).
+inline Floats exp2_to_one_for_bfloat16(Floats x) {
+  const Floats fraction = (Floats)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  Floats p = broadcast(7.802446186e-2f);
+  for (const float next : {2.260672450e-1f, 6.958335042e-1f, 9.999251962e-1f}) p = fused(p, fraction, broadcast(next));
+  return (Floats)_mm512_scalef_ps((__m512)p, (__m512)x);
+}
+
+// As long as it lives, this thread takes denormal numbers for zero.
+class DenormalsAreZero {
+ public:
+  DenormalsAreZero() : mode_(_mm_getcsr()) { _mm_setcsr(mode_ | 0x8040); }
+  DenormalsAreZero(const DenormalsAreZero&) = delete;
+  ~DenormalsAreZero() { _mm_setcsr(mode_); }
+
+ private:
+  const unsigned mode_;
+};
+#endif
+
 // The error function, by a polynomial near 0 and by one in the exponent elsewhere (Norbert Juffa's), to a unit or two in
 // the last place.
 inline Floats erf(Floats x) {

@@ -10,6 +10,7 @@ import torch
 from compressed_tensors.compressors.pack_quantized.helpers import pack_to_int32
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
+from transformers.integrations.bitnet import pack_weights
 
 Quantised: TypeAlias = tuple[dict[str, torch.Tensor], torch.Tensor]
 """The tensors that hold a weight, by what follows the name of its layer; and its values `[out, in]` float32."""
@@ -163,6 +164,13 @@ def floats(block: tuple[int, int] | None, ending: str = ".weight_scale_inv") -> 
         return {".weight": numbers, ending: scales if block != (0, 0) else scales[0, 0]}, numbers.float() * spread
 
     return quantise
+
+
+def bitnet(weight: torch.Tensor) -> Quantised:
+    """BitNet b1.58, with the function of `transformers`."""
+    scale = weight.abs().mean().to(torch.bfloat16).reshape(1)
+    numbers = (weight / scale.float()).round().clamp(-1, 1)
+    return {".weight": pack_weights(numbers.to(torch.int8)), ".weight_scale": scale}, numbers * scale.float()
 
 
 def mxfp4(weights: torch.Tensor) -> Quantised:

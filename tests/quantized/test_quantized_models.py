@@ -13,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.api.config import EngineConfig
+from inflight.execution.grouped.checkpoints import find_method
 from inflight.execution.grouped.weight import GroupedWeight, as_values
 from inflight.execution.hf.load import load_model
 from tests import zoo
@@ -24,6 +25,7 @@ from tests.quantized.checkpoints import Quantise, configure, write
 LLAMA = tiny("llama")
 EXPERTS = tiny("qwen3_moe", num_experts=4, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True)
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": False, "sym": True}
+BITNET = {"quant_method": "bitnet", "linear_class": "autobitlinear", "quantization_mode": "offline"}
 COMPRESSED = {"quant_method": "compressed-tensors", "format": "pack-quantized"}
 
 
@@ -50,6 +52,7 @@ FORMATS: dict[str, tuple[Quantise, dict[str, Any]]] = {
         checkpoints.awq(64),
         {"quant_method": "awq", "bits": 4, "group_size": 64, "zero_point": True, "version": "gemm"},
     ),
+    "bitnet": (checkpoints.bitnet, BITNET),
     "W4A16": (checkpoints.compressed(4, 128), COMPRESSED | _groups(128)),
     "W4A16 with zero points": (checkpoints.compressed(4, 32, has_zeros=True), COMPRESSED | _groups(32)),
     "W4A16 in another order": (checkpoints.compressed(4, 64, in_order=False), COMPRESSED | _groups(64)),
@@ -97,6 +100,26 @@ def test_transformers_reads_floats_of_eight_bits_alike(tmp_path: Path) -> None:
         torch.testing.assert_close(as_values(weight.data), theirs[key].float(), rtol=2**-7, atol=0)
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("linear_class", ["autobitlinear", "bitlinear"])
+def test_transformers_bitnet_gives_alike_logits(linear_class: str, tmp_path: Path) -> None:
+    """(Its layers round activations to eight bits, for a token all alike.)"""
+    write(tmp_path, LLAMA, checkpoints.bitnet, BITNET | {"linear_class": linear_class})
+    own = load_model(tmp_path / "quantised", EngineConfig(dtype="float32")).eval()
+    prompt = torch.arange(5, 45)[None]
+    with torch.compiler.set_stance("force_eager"):
+        theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "quantised", dtype=torch.float32).eval()
+        expected = theirs(prompt).logits
+    difference = own(prompt).logits - expected
+    assert difference.norm() < 0.05 * (expected - expected.mean(-1, keepdim=True)).norm()
+
+
+@pytest.mark.parametrize("settings", [{"quantization_mode": "online"}, {"use_rms_norm": True}])
+def test_bitnet_layers_that_do_more_are_left_to_transformers(settings: dict[str, Any]) -> None:
+    assert find_method(BITNET | settings) is None
+    assert find_method(BITNET) is not None
+
+
 @pytest.mark.parametrize("name", ["gptq", "awq", "W4A16", "FP8 in blocks", "gptq in another order"])
 def test_experts_stay_packed(name: str, tmp_path: Path) -> None:
     """`transformers` puts all experts' matrices into one parameter while it loads."""
@@ -130,7 +153,7 @@ def test_in_exact_arithmetic_every_token_is_the_plain_models(name: str, model: A
         assert list(output.outputs[0].token_ids) == continuation(plain, prompt, 12)
 
 
-@pytest.mark.parametrize("name", ["gptq", "awq", "W8A8", "gptq in another order"])
+@pytest.mark.parametrize("name", ["gptq", "awq", "bitnet", "W8A8", "gptq in another order"])
 def test_the_fast_arithmetic_is_close_and_batch_invariant(name: str, tmp_path: Path) -> None:
     quantise, settings = FORMATS[name]
     write(tmp_path, EXPERTS, quantise, settings)

@@ -9,7 +9,7 @@ from typing import Any
 from inflight.contracts.api.errors import ModelError
 from inflight.execution.grouped.checkpoints.compressed_tensors import CompressedTensors
 from inflight.execution.grouped.checkpoints.floats import EightBitFloats, FourBitFloats
-from inflight.execution.grouped.checkpoints.integers import Awq, Gptq
+from inflight.execution.grouped.checkpoints.integers import Awq, BitNet, Gptq
 from inflight.execution.grouped.checkpoints.interface import QuantizationMethod
 
 __all__ = ["METHODS", "QuantizationMethod", "find_method"]
@@ -17,6 +17,7 @@ __all__ = ["METHODS", "QuantizationMethod", "find_method"]
 METHODS: dict[str, type[QuantizationMethod]] = {
     "gptq": Gptq,
     "awq": Awq,
+    "bitnet": BitNet,
     "compressed-tensors": CompressedTensors,
     "fp8": EightBitFloats,
     "fbgemm_fp8": EightBitFloats,
@@ -35,4 +36,6 @@ def find_method(settings: Mapping[str, Any]) -> QuantizationMethod | None:
             raise ModelError(f"AutoRound in the layout {layout!r} cannot be read; {', '.join(AUTO_ROUND)} can")
         name = AUTO_ROUND[layout]
     method = METHODS.get(name)
+    if method is BitNet and (settings.get("quantization_mode") == "online" or settings.get("use_rms_norm")):
+        return None  # layers that round weights while they run, or have norms
     return None if method is None else method(settings)

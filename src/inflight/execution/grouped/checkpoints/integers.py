@@ -2,6 +2,8 @@
 
 GPTQ: integers of 2, 3, 4 or 8 bits, packed along the inputs, which may be permuted, in the layouts of AutoGPTQ and
 GPTQModel.
+
+BitNet b1.58: -1, 0 and 1 times one scale, four outputs in a byte, as `transformers` packs them.
 """
 
 from collections.abc import Mapping, Set
@@ -84,3 +86,33 @@ def _by_outputs(packed: torch.Tensor) -> torch.Tensor:
     """`[n, out / 8]` int32 as numbers `[out, n]` uint8."""
     numbers = unpacked(bytes_of(packed), 4).reshape(*packed.shape, len(PLACES))
     return numbers[..., list(PLACES)].flatten(-2).T.contiguous()
+
+
+class BitNet(QuantizationMethod):
+    """See `QuantizationMethod`. A weight is `[out / 4, in]` uint8, whose bits from 2n on have the outputs of the n-th
+    quarter, or it is `[out, in]` and not packed; beside it lies its scale `[1]`.
+
+    A layer that rounds activations to int8 per token is trained for that; ours round them per 32 inputs, or not at all
+    in exact arithmetic."""
+
+    endings = ("_scale", "")
+    kind = "BitNet 1.58 bits"
+
+    def __init__(self, settings: Mapping[str, Any]) -> None:
+        self._divides = settings.get("linear_class", "bitlinear") == "bitlinear"
+
+    def is_quantised(self, parts: Set[str]) -> bool:
+        """See `QuantizationMethod`."""
+        return parts == {"_scale", ""}
+
+    def read(self, parts: Mapping[str, torch.Tensor]) -> Groups | torch.Tensor:
+        """See `QuantizationMethod`."""
+        weight, scale = parts[""], parts["_scale"].float()
+        if weight.dtype == torch.uint8:
+            numbers = torch.cat([weight >> 2 * quarter & 3 for quarter in range(4)])
+        else:
+            numbers = (weight + 1).to(torch.uint8)
+        if scale.numel() != 1 or bool((numbers > 2).any()):
+            raise ValueError(f"{scale.numel()} scales, or numbers other than -1, 0 and 1")
+        scales = (1 / scale if self._divides else scale).expand(len(numbers), 1)
+        return in_groups(numbers, 2, scales.contiguous(), 1, numbers.shape[1])

@@ -24,6 +24,9 @@ template <class Kind>
 class UnitProducts {
   using Stripes = std::vector<Stripe<Kind>>;
   static constexpr bool kExpands = !std::is_same_v<Kind, BFloat16>;
+  struct Keys {
+    const typename Kind::Operand *left, *right;
+  };
 
  public:
   using Operand = typename Kind::Operand;
@@ -52,9 +55,8 @@ class UnitProducts {
       const int other = std::min(s + 1, num_stripes - 1);
       const auto [left, right] = keys_of(stripes, s, other, steps);
       // The hardware does not see where the next keys lie. (Those of few rows come out of memory: this would not help.)
-      const bool fetches = !kExpands && num_rows > kTileRows && s + 2 < num_stripes;
-      const typename Kind::Stored* next[] = {stripes[std::min(s + 2, num_stripes - 1)].keys,
-                                             stripes[std::min(s + 3, num_stripes - 1)].keys};
+      const bool fetches = num_rows > kTileRows && s + 2 < num_stripes && (!kExpands || s + 2 < num_expanded_);
+      const Keys next = fetches ? keys_of(stripes, s + 2, std::min(s + 3, num_stripes - 1), steps) : Keys{left, right};
       for (int row = 0; row < num_rows; row += kGroupRows) {
         unit_.begin(std::min(kGroupRows, num_rows - row), at_once);
         for (int part = 0; part < num_parts; ++part) {
@@ -65,7 +67,7 @@ class UnitProducts {
                       if (!fetches) return;
                       const int lines = (at_once + 1) / 2, first = part * at_once + product % 2 * lines;
                       for (int line = first; line < std::min(first + lines, steps); ++line)
-                        __builtin_prefetch(next[product / 2] + line * Kind::kUnits, 0, 3);
+                        __builtin_prefetch((product < 2 ? next.left : next.right) + line * kLanes, 0, 3);
                     });
         }
         unit_.store(scores + row * 2 * kLanes);
@@ -240,10 +242,6 @@ class UnitProducts {
       sum(std::integral_constant<int, kFewVectors>{}, lane);
     for (; lane < value_lanes; lane += kLanes) sum(std::integral_constant<int, 1>{}, lane);
   }
-
-  struct Keys {
-    const Operand *left, *right;
-  };
 
   // The operands of two stripes.
   Keys keys_of(const Stripes& stripes, int left, int right, int steps) {

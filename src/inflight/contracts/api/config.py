@@ -112,8 +112,8 @@ class KVCacheConfig:
         memory: bytes for keys and values, of all ranks together; None: 90 % of what is free on a CUDA device,
             else up to a quarter of the machine's memory, which a CPU only touches as needed. Ignored if `num_blocks` is
             given.
-        dtype: of keys and values: "auto" (the model's), "int8" or "int4" (half of bfloat16's memory, or a little more than
-            a quarter, with one scale for each token and head; not exact; only with the "cpu" backend).
+        dtype: of keys and values: "auto" (the model's), "int8" or "int4" (half of bfloat16's memory, or a little more
+            than a quarter, with one scale for each token and head; not exact; only with the "cpu" backend).
 
     Raises:
         ValueError: an option is unknown, out of range, or does not go with another.

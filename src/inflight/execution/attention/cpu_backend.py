@@ -25,8 +25,8 @@ class CpuCache(KVStorage):
 
     Attributes:
         stored: the whole piece, `[num_blocks + 1, Hkv, stripes, bytes of a stripe]` int8.
-        key_scales, value_scales: for a cache of eight or four bits, `[num_blocks + 1, Hkv, stripes, lanes]` float32, one
-            for each token and head.
+        key_scales, value_scales: for a cache of eight or four bits, `[num_blocks + 1, Hkv, stripes, lanes]` float32,
+            one for each token and head.
         call: the kernels' handle of this attention call.
     """
 

@@ -174,7 +174,7 @@ def run(
 
 
 def memories(cache: KVStorage) -> list[Tensor]:
-    """All tensors of a cache, including the scales of an int8 cache."""
+    """All tensors of a cache, including the scales of rounded keys and values."""
     tensors = (cache.keys, cache.values, getattr(cache, "key_scales", None), getattr(cache, "value_scales", None))
     return [tensor for tensor in tensors if tensor is not None]
 

@@ -9,12 +9,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.bitnet import pack_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from inflight import LLM, ModelError, SamplingParams
 from inflight.contracts.api.config import EngineConfig
 from inflight.execution.grouped.checkpoints import find_method
-from inflight.execution.grouped.weight import GroupedWeight, as_values
+from inflight.execution.grouped.weight import GroupedWeight, Groups, as_values
 from inflight.execution.hf.load import load_model
 from tests import zoo
 from tests.execution import this_cpu
@@ -112,6 +113,21 @@ def test_transformers_bitnet_gives_alike_logits(linear_class: str, tmp_path: Pat
         expected = theirs(prompt).logits
     difference = own(prompt).logits - expected
     assert difference.norm() < 0.05 * (expected - expected.mean(-1, keepdim=True)).norm()
+
+
+def test_bitnet_numbers_need_not_be_packed_but_are_ternary() -> None:
+    numbers = torch.tensor([[-1, 0, 1], [1, 1, 0], [0, -1, -1], [1, 0, 0]])
+    method = find_method(BITNET)
+    assert method is not None
+    for weight in (pack_weights(numbers.to(torch.int8)), numbers.bfloat16()):
+        groups = method.read({"": weight, "_scale": torch.tensor([0.5])})
+        assert isinstance(groups, Groups)
+        assert torch.equal(groups.values(), numbers * 0.5)
+    for wrong in (torch.full((1, 3), 3, dtype=torch.uint8), torch.full((4, 3), 0.5)):
+        with pytest.raises(ValueError, match="not -1, 0 or 1"):
+            method.read({"": wrong, "_scale": torch.tensor([0.5])})
+    with pytest.raises(ValueError, match="4 scales, not one"):
+        method.read({"": numbers.bfloat16(), "_scale": torch.ones(4)})
 
 
 @pytest.mark.parametrize("settings", [{"quantization_mode": "online"}, {"use_rms_norm": True}])

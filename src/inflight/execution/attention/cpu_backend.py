@@ -121,7 +121,7 @@ class CpuAttention:
         return [cache.stored]
 
     def _stripe_parts(self, spec: AttentionSpec) -> list[int]:
-        """Bytes of a stripe's keys and of its values; for int8 also of the scales of each."""
+        """Bytes of a stripe's keys and of its values; for eight and four bits also of the scales of each."""
         num_lanes: int = torch.ops.inflight.num_lanes()
         bits = BITS[self.dtype]
         key_size = spec.head_size + spec.head_size % 2 if bits < 32 else spec.head_size

@@ -32,7 +32,7 @@ class UnitProducts {
   using Operand = typename Kind::Operand;
   using Denormals = DenormalsAreZero;
 
-  // If `rereads`, keys are used by several calls of `score`.
+  // If `rereads`, several calls of `score` use the same keys, which are expanded once.
   explicit UnitProducts(bool rereads) : keeps_keys_(rereads) {}
 
   static constexpr int kStripesOfProduct = 2;

@@ -199,7 +199,8 @@ class VectorProducts {
  private:
   static constexpr bool kCanExpand = std::is_base_of_v<FloatPairs, Kind>;
 
-  // The keys or values of stripes as `floats_`: vectors of packs, so many of each pair of rows.
+  // Expands the keys or values of stripes to `floats_`. A stripe has `num_vectors` vectors of packs; each pair of rows has
+  // `vectors_of_row` of them.
   template <bool kIsKeys>
   void expand(const std::vector<Stripe<Kind>>& stripes, int num_vectors, int vectors_of_row) {
     thread_local AlignedVector<float> memory;

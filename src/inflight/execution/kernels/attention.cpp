@@ -28,8 +28,8 @@ Storage<Kind> storage_of(const Call& call) {
 
 // ------------------------------------------------------------------------------------------------ writing
 
-// Turn each run of 2^k numbers, of which there is a whole number, by a Hadamard matrix, which is its own inverse. What is
-// large in one dimension is then spread over all: four bits lose less. (As QuaRot does, arXiv:2404.00456.)
+// Rotate `numbers` by a Hadamard matrix, which is its own inverse, in runs of the largest power of two that divides `size`.
+// This spreads an outlier over all dimensions, so four bits lose less. (As QuaRot does, arXiv:2404.00456.)
 void rotate(float* numbers, int size) {
   thread_local std::vector<float> others;
   others.resize(size);

@@ -109,10 +109,11 @@ class BitNet(QuantizationMethod):
         """See `QuantizationMethod`."""
         weight, scale = parts[""], parts["_scale"].float()
         if weight.dtype == torch.uint8:
-            numbers = torch.cat([weight >> 2 * quarter & 3 for quarter in range(4)])
-        else:
-            numbers = (weight + 1).to(torch.uint8)
-        if scale.numel() != 1 or bool((numbers > 2).any()):
-            raise ValueError(f"{scale.numel()} scales, or numbers other than -1, 0 and 1")
+            weight = torch.cat([weight >> 2 * quarter & 3 for quarter in range(4)]).to(torch.int8) - 1
+        if not bool(((weight == -1) | (weight == 0) | (weight == 1)).all()):
+            raise ValueError("some of its numbers are not -1, 0 or 1")
+        numbers = (weight + 1).to(torch.uint8)
+        if scale.numel() != 1:
+            raise ValueError(f"it has {scale.numel()} scales, not one")
         scales = (1 / scale if self._divides else scale).expand(len(numbers), 1)
         return in_groups(numbers, 2, scales.contiguous(), 1, numbers.shape[1])
